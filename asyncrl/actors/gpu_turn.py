@@ -1,7 +1,8 @@
 """The lock on the GPUs that a learner and its engines share: either the learner has them, or the engines.
 
 An engine that shares them at the same time takes it only to start, as the learner does: SGLang measures how much memory
-is free, and nobody else may take some meanwhile.
+is free, and nobody else may take some meanwhile. An engine that pauses for the learner's steps looks at a second such
+lock, which the learner holds during each.
 
 It is an flock on a file in the run's folder. The learner takes it exclusively; engines share it. The system releases it
 when its process dies, for whatever reason. Tests: tests/actors/test_shared_gpus.py.
@@ -34,6 +35,13 @@ class GpuTurn:
     @property
     def is_held(self) -> bool:
         return self._file >= 0
+
+    def is_free(self) -> bool:
+        """Return whether nobody else holds the lock in a way that excludes us."""
+        if self._try():
+            self.release()
+            return True
+        return False
 
     async def acquire(self) -> None:
         """Wait for our turn. waits for: the other holders    woken by: the clock"""

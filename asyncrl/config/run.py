@@ -123,6 +123,9 @@ class RolloutSection:
     learner waits, and removes them (down to ``workers``) while the learner is busy and engines wait."""
     gpus: tuple[int, ...] = ()
     """GPUs for these workers, assigned round-robin; empty: the GPUs after the learner's."""
+    beside_learner: Literal["sample", "pause"] = "sample"
+    """What an engine on the learner's GPUs does during a training step: sample on, each with half of the GPU, or pause
+    between two tokens."""
     pools: Mapping[str, PoolSection] = field(default_factory=dict)
     """More workers, whose engines are of another size or have other settings, by name."""
     group_size: Positive[int] = 8

@@ -27,7 +27,7 @@ class EngineStats:
     tokens_generated  tokens since start
     is_live           tokens_generated rises with every token, not only with complete answers; if it stalls, the engine
                       has stalled
-    is_away           the engine's memory is off the GPUs, which another process uses; running and queued wait for them
+    is_away           the engine leaves the GPUs to another process for now; running and queued wait for them
     """
 
     running: int = 0
@@ -140,6 +140,17 @@ class LimitsMemory(Protocol):
     def limit_memory(self, num_bytes: int) -> None:
         """Take at most ``num_bytes`` when started: at least EngineAdapter.gpu_bytes."""
         ...
+
+
+@runtime_checkable
+class Pauses(Protocol):
+    """An engine that can stop between two tokens, and go on later with the sequences that it has."""
+
+    async def pause(self) -> None:
+        """Sample nothing until ``unpause``. Weights may be loaded meanwhile. Raises EngineError."""
+        ...
+
+    async def unpause(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

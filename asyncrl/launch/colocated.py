@@ -21,7 +21,7 @@ from asyncrl.adapters import registry
 from asyncrl.backends.port import Offloads
 from asyncrl.config import RunConfig
 from asyncrl.engines.generation import Generation, PartialGeneration
-from asyncrl.engines.port import Engine, EngineStats, LimitsMemory, SharesGpus
+from asyncrl.engines.port import Engine, EngineStats, LimitsMemory, Pauses, SharesGpus
 from asyncrl.errors import ConfigError, EngineDied, EngineError
 from asyncrl.images.store import ImageFile
 from asyncrl.launch.launchers.adapter import launcher_class
@@ -30,6 +30,7 @@ from asyncrl.tensors.device import read_gpu_memory
 from asyncrl.weights.port import LoadReport, Source, WeightUpdater
 
 LOCK_FILE = "gpus.lock"
+STEP_FILE: Final = "step.lock"
 QUIET_SECONDS: Final = 0.1
 """Idle time before the GPUs are released: the next prompt often arrives at once."""
 AFTER_LOAD_SECONDS: Final = 2.0
@@ -39,7 +40,9 @@ log = logging.getLogger(__name__)
 
 
 def check(run: RunConfig) -> None:
-    """Raise ConfigError for settings that do not allow taking turns."""
+    """Raise ConfigError for settings that do not allow taking turns, or pausing."""
+    if run.rollout.beside_learner == "pause" and not issubclass(registry.engine_class(run), Pauses):
+        raise ConfigError(f'rollout.beside_learner: engine.kind = "{run.engine.kind}" cannot pause; use "sample"')
     if not run.run.colocated:
         return
     if run.run.mode == "async":
@@ -68,6 +71,13 @@ def start_turn(run: RunConfig) -> GpuTurn | None:
         not torch.cuda.is_available() or run.run.colocated or run.learner.machines > 1 or launcher_class(run).places
     )
     return None if is_alone else GpuTurn(run.run_directory / LOCK_FILE, is_shared=False)
+
+
+def step_turn(run: RunConfig, *, is_shared: bool) -> GpuTurn | None:
+    """Return the lock that the learner holds during a step; None where no engine pauses for it."""
+    return (
+        GpuTurn(run.run_directory / STEP_FILE, is_shared=is_shared) if run.rollout.beside_learner == "pause" else None
+    )
 
 
 def is_at_once(run: RunConfig) -> bool:

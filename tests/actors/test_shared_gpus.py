@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import time
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -10,14 +13,15 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.gpu_turn import GpuTurn
-from asyncrl.config.run import Mode
+from asyncrl.actors.rollout.step_pause import StepPause
+from asyncrl.config.run import EngineSection, Mode
 from asyncrl.engines.generation import Generation
-from asyncrl.errors import EngineDied, EngineError
+from asyncrl.errors import ConfigError, EngineDied, EngineError
 from asyncrl.launch import colocated
 from asyncrl.launch.colocated import TurnTakingEngine
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.weights.port import LoadReport
-from tests.harness.fakes import Backend, Engine, Loop, run_all, worker
+from tests.harness.fakes import Backend, Engine, Loop, run_all, until, worker
 
 PROMPT = np.array([1], dtype=np.int32)
 
@@ -258,3 +262,57 @@ async def test_an_engine_that_does_not_leave_the_gpus_ends_and_its_turn_with_it(
         await shared.generate(PROMPT, SamplingParams(max_new_tokens=4), seed=0)
     await shared.close()
     await _the_learners_turn(tmp_path)
+
+
+class PausingEngine(Engine):
+    async def pause(self) -> None:
+        self.gate.clear()
+
+    async def unpause(self) -> None:
+        self.gate.set()
+
+
+async def test_an_engine_pauses_for_each_step_and_everything_is_trained(loop: Loop, bus_factory: Any) -> None:
+    loop.beside_learner = "pause"
+    engine = PausingEngine()
+    turn = colocated.step_turn(loop.run, is_shared=True)
+    assert turn is not None
+    pause = StepPause("w0.pause", await bus_factory(), engine=engine, turn=turn)
+
+    steps = []
+
+    def until_paused(step: int) -> None:  # in the backend's thread
+        while engine.gate.is_set():
+            time.sleep(0.001)
+        steps.append(step + 1)
+
+    loop.backend.before_step = until_paused
+    task = asyncio.create_task(pause.run())
+    await run_all(loop, worker(await bus_factory(), engine))
+    await until(engine.gate.is_set)
+    task.cancel()
+    assert steps == [1, 2, 3, 4]
+
+
+async def test_an_engine_goes_on_when_its_worker_or_its_learner_ends_during_a_step(bus: Any, tmp_path: Path) -> None:
+    engine = PausingEngine()
+    learner = GpuTurn(tmp_path / colocated.STEP_FILE, is_shared=False)
+    turn = GpuTurn(tmp_path / colocated.STEP_FILE, is_shared=True)
+    for ends in ("worker", "learner"):
+        await learner.acquire()
+        task = asyncio.create_task(StepPause("w0.pause", bus, engine=engine, turn=turn).run())
+        await until(lambda: not engine.gate.is_set())
+        if ends == "worker":
+            task.cancel()
+        learner.release()
+        await until(engine.gate.is_set)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_without_the_key_no_lock_is_taken(loop: Loop) -> None:
+    assert colocated.step_turn(loop.run, is_shared=False) is None
+    loop.beside_learner = "pause"
+    with pytest.raises(ConfigError, match='rollout.beside_learner: engine.kind = "none" cannot pause; use "sample"'):
+        colocated.check(dataclasses.replace(loop.run, engine=EngineSection(kind="none")))

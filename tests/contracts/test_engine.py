@@ -15,7 +15,7 @@ import safetensors.torch
 from asyncrl.adapters import registry
 from asyncrl.config import EngineSection
 from asyncrl.engines.generation import Generation, PartialGeneration, Version
-from asyncrl.engines.port import Engine
+from asyncrl.engines.port import Engine, Pauses
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.errors import ConfigError, EngineError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
@@ -389,6 +389,30 @@ async def test_a_watched_generation_knows_where_the_weights_changed(
     boundary = int(np.argmax(np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs) > 1e-3))
     is_streamed = adapter[0] == "sglang-stream"
     assert is_labelled_rightly(second.start, boundary, chunks, is_streamed=is_streamed)
+
+
+@pytest.mark.parametrize("adapter", ["sglang", "sglang-stream"], indirect=True)
+async def test_a_paused_engine_samples_nothing_takes_new_weights_and_goes_on(
+    engine: Engine, old: Model, new: Model
+) -> None:
+    assert isinstance(engine, Pauses)
+    async with asyncio.TaskGroup() as tasks:
+        partial = PartialGeneration()
+        task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1, partial=partial))
+        while partial.num_tokens < 2:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        assert engine.stats().is_away
+        await engine.load(new.version(2))  # whatever was on its way is here by now
+        seen = partial.num_tokens
+        late = tasks.create_task(engine.generate(PROMPT, SHORT, seed=2))
+        await engine.load(old.version(3))
+        assert (partial.num_tokens, late.done()) == (seen, False)
+        await engine.unpause()
+    assert not engine.stats().is_away
+    assert len(task.result().tokens) > seen
+    assert [span.policy_version for span in task.result().version_spans] == [1, 3]
+    assert [span.policy_version for span in late.result().version_spans] == [3]
 
 
 # -- life and death ----------------------------------------------------------------------------------------------------

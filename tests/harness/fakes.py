@@ -256,6 +256,7 @@ class Loop:
     publish_every: int = 1
     is_colocated: bool = False
     offload: Literal["both", "learner", "engines"] = "both"
+    beside_learner: Literal["sample", "pause"] = "sample"
     function: str = "single_turn"
     """Name of the rollout function; a user's own may take several turns."""
     validator: Validator | None = None
@@ -294,6 +295,7 @@ class Loop:
                 group_size=self.group_size,
                 max_new_tokens=4,
                 function=self.function,
+                beside_learner=self.beside_learner,
             ),
             learner=LearnerSection(
                 groups_per_batch=self.groups_per_batch,

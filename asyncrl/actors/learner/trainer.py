@@ -43,6 +43,7 @@ class Trainer:
     profile       wraps each step
     turn          lock on GPUs that engines share in turns
     start_turn    lock on GPUs that engines share, held while the model is loaded
+    step_turn     lock held during each step, for which engines on the same GPUs pause
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Trainer:
         profile: Profile | None = None,
         turn: GpuTurn | None = None,
         start_turn: GpuTurn | None = None,
+        step_turn: GpuTurn | None = None,
     ) -> None:
         self.waits = waits
         self._profile = profile
         self._turn = turn
         self._start_turn = start_turn
+        self._step_turn = step_turn
         self._is_away = False  # whether the model is off the GPUs
         self._gpu_seconds: dict[str, Metric] = {}
         self._backend = backend
@@ -87,7 +90,8 @@ class Trainer:
         work = functools.partial(train, self._run, backend, batch, mini_batches, algorithm=self._algorithm, step=step)
         if self._profile is not None:
             work = functools.partial(self._profile, step + 1, work)
-        return await self._call_with_data(work, what="a training step", on="step")
+        async with held(self._step_turn):
+            return await self._call_with_data(work, what="a training step", on="step")
 
     async def compute_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float32]]:
         """Return the policy's logprobs f32[T] of each sequence. Raises StepFailed as ``step`` does."""

@@ -397,6 +397,12 @@ class SGLangEngine(EngineAdapter):
         self._settled.note_load(weights.version, before=before)
         return report
 
+    async def pause(self) -> None:
+        await self._loader.hold()
+
+    async def unpause(self) -> None:
+        await self._loader.let_go()
+
     async def server_metrics(self) -> str:
         return await self._client.server_metrics()
 
@@ -442,6 +448,7 @@ class SGLangEngine(EngineAdapter):
             context_tokens=0 if self._has_spans else sum(reply.num_context_tokens for reply in self._replies),
             tokens_generated=self._tokens_generated,
             is_live=not self._has_spans,  # without spans, replies are streamed
+            is_away=self._loader.is_held,
         )
 
     async def close(self) -> None:

@@ -77,6 +77,8 @@ class WeightLoader:
         """Whether the server has a draft model that loads must leave alone."""
         self.finds_groups = True
         """False once our loader has not found a group that the server had joined."""
+        self.is_held = False
+        """Whether the server stays paused for another process."""
         self._is_torn = False
         self._knows_session = True
 
@@ -88,6 +90,19 @@ class WeightLoader:
     def in_use(self) -> Iterator[tuple[Version, dict[str, str]]]:
         """Yield the version that a request starts with; a load may change it inside. No adapter is named."""
         yield self.version, {}
+
+    async def hold(self) -> None:
+        """Keep the server paused, through loads too, until ``let_go``."""
+        async with self._lock:
+            await self._places.close()  # what is sent before a load would be labelled with both versions
+            await self._post("/pause_generation", {"mode": "in_place"})
+            self.is_held = True
+
+    async def let_go(self) -> None:
+        async with self._lock:
+            self.is_held = False
+            if not self._is_torn:
+                await self._continue()
 
     async def load(self, weights: WeightVersion, folder: Path) -> LoadReport:
         """Load a folder whose tensors have been checked.
@@ -230,6 +245,8 @@ class WeightLoader:
             raise EngineError(str(answer.get("message")))
 
     async def _continue(self) -> None:
+        if self.is_held:
+            return
         try:
             await self._post("/continue_generation", {})
         except EngineDied:

@@ -224,6 +224,7 @@ def assemble_learner(
         profile=registry.profiler(run),
         turn=colocated.learner_turn(run),
         start_turn=colocated.start_turn(run),
+        step_turn=colocated.step_turn(run, is_shared=False),
     )
     learner = Learner(
         "learner",

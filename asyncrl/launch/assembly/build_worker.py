@@ -16,6 +16,7 @@ from asyncrl.actors.rollout.load_gate import VersionNeed
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.server_book import ServerBook
 from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.step_pause import StepPause
 from asyncrl.actors.rollout.teacher import Teacher, Teachers
 from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import WeightFollower
@@ -26,7 +27,7 @@ from asyncrl.bus.port import Bus
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.engines.port import Engine, Meeting, SpansMachines
+from asyncrl.engines.port import Engine, Meeting, Pauses, SpansMachines
 from asyncrl.environments import load as rollout_functions
 from asyncrl.environments.port import Tokenizer
 from asyncrl.images.processor import Placeholders
@@ -126,7 +127,9 @@ async def build_worker(
     kind = EvaluationWorker if is_dedicated else RolloutWorker
     turn = colocated.start_turn(run) if beside_learner else None
     worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts, start_turn=turn)
-    others: tuple[Actor, ...] = (follower, *server_followers(run, name, bus=bus, book=servers))
+    others: list[Actor] = [follower, *server_followers(run, name, bus=bus, book=servers)]
+    if beside_learner and (step_turn := colocated.step_turn(run, is_shared=True)) and isinstance(engine, Pauses):
+        others.append(StepPause(f"{name}.pause", bus, engine=engine, turn=step_turn))
     return (worker, *others)
 
 

@@ -141,6 +141,24 @@ async def test_a_load_leaves_a_draft_model_of_its_own_alone(
     assert asked["/update_weights_from_tensor"].items() >= says.items()
 
 
+async def test_a_server_that_is_held_takes_weights_and_stays_paused_until_it_is_let_go(model: Model) -> None:
+    asked: list[str] = []
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        asked.append(path)
+        return {"success": True}
+
+    loader = WeightLoader(
+        post, pause="in_place", first_version=(0, 3), stamps=Stamps(first_version=(0, 3)), places=Places()
+    )
+    await loader.hold()
+    await loader.load(model.version(4), model.folder)
+    assert (loader.is_held, loader.version, asked.count("/continue_generation")) == (True, (0, 4), 0)
+    await loader.let_go()
+    await loader.load(model.version(5), model.folder)
+    assert (loader.is_held, loader.version, asked.count("/continue_generation")) == (False, (0, 5), 2)
+
+
 async def test_a_start_that_is_cut_off_says_what_may_take_so_long() -> None:
     client = ServerClient("http://127.0.0.1:1", request_seconds=1)
     client.open(is_ours=True)
