@@ -74,7 +74,7 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         f"learner   {found.units.copy} of the GPUs {'trains' if found.units.copy == 1 else 'train'} "
         f"{timing.train_tokens_per_second:,.0f} tokens/s, prompts included, plus {timing.train_seconds:.2f} s a step"
     )
-    if any(one.split.beside for one in found.found):
+    if any(one.split.beside for one in found.found) and run_config.rollout.beside_learner == "sample":
         yield (
             "together  on the same GPUs (1+2/1: an engine on the learner's one, too) a decode step takes "
             f"{timing.decode_beside:.2f} times as long while the learner trains, and the learner's step "

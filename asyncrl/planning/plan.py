@@ -31,6 +31,8 @@ from asyncrl.planning.together import Together, slowdowns
 
 LOAD_SECONDS: Final = 0.1
 """Assumed pause of an engine for a new version; not measured, because a step takes many times as long."""
+PAUSED: Final = 1e9
+"""Factor of a decode step of an engine that pauses while the learner trains."""
 END_SECONDS: Final = 10.0
 """Time for a measuring process to end the processes that it started."""
 MOST_BOUNDED: Final = 2
@@ -149,7 +151,8 @@ def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) 
 def measure_together(run: RunConfig, groups: Sequence[TrajectoryGroup], alone: Timing, *, seconds: float) -> Timing:
     """Measure engine and learner at once on the same GPUs; return ``alone`` with how much they slow each other down.
 
-    Raises ConfigError if the engine finds no room there, and errors of either.
+    An engine that pauses for the learner's steps is measured, too, since it must find room. Raises ConfigError if it
+    does not, and errors of either.
     """
     together = Together()
     with ThreadPoolExecutor(2) as pool:
@@ -159,6 +162,8 @@ def measure_together(run: RunConfig, groups: Sequence[TrajectoryGroup], alone: T
         wait(both, return_when=FIRST_EXCEPTION)
         together.give_up()
     decode, train = slowdowns(alone, engine.result().readings, learner.result().readings)
+    if run.rollout.beside_learner == "pause":
+        decode, train = PAUSED, 1.0
     return dataclasses.replace(alone, decode_beside=decode, train_beside=train)
 
 

@@ -16,6 +16,7 @@ from asyncrl.config.run import Mode
 from asyncrl.messages import VersionSpan
 from asyncrl.planning import command
 from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
+from asyncrl.planning.plan import PAUSED
 from asyncrl.planning.simulation import (
     DecodeReading,
     Decoding,
@@ -137,6 +138,16 @@ def test_an_engine_beside_a_learner_that_always_trains_is_always_slow() -> None:
     (found,) = predict(PLAN, slow, LENGTHS, splits=[Split(1, 0, beside=1)], bounds=[8])
     assert found.reached.learner_busy == pytest.approx(1.0, abs=0.01)
     assert found.reached.tokens_per_second == pytest.approx(25, rel=0.02)  # the learner's 50, by half
+
+
+def test_an_engine_that_pauses_for_the_steps_leaves_the_learner_its_speed() -> None:
+    """On one GPU: 3,200 tokens are sampled in 16 s and trained in 64; in time slices the learner has half of the GPU."""
+    alone = timing(decode=200, train=50)
+    sliced = dataclasses.replace(alone, decode_beside=2.0, train_beside=2.0)
+    paused = dataclasses.replace(alone, decode_beside=PAUSED)
+    for given, rate in ((sliced, 25), (paused, 40)):
+        (found,) = predict(PLAN, given, LENGTHS, splits=[Split(1, 0, beside=1)], bounds=[8])
+        assert found.reached.tokens_per_second == pytest.approx(rate, rel=0.02)
 
 
 def test_slowdowns_are_how_much_longer_both_take_than_alone() -> None:
