@@ -141,12 +141,12 @@ def test_an_engine_beside_a_learner_that_always_trains_is_always_slow() -> None:
 
 
 def test_an_engine_that_pauses_for_the_steps_leaves_the_learner_its_speed() -> None:
-    """On one GPU: 3,200 tokens are sampled in 16 s and trained in 64; in time slices the learner has half of the GPU."""
+    """On one GPU: 3,200 tokens are sampled in 16 s and trained in 64. In time slices the learner has half of it."""
     alone = timing(decode=200, train=50)
     sliced = dataclasses.replace(alone, decode_beside=2.0, train_beside=2.0)
     paused = dataclasses.replace(alone, decode_beside=PAUSED)
-    for given, rate in ((sliced, 25), (paused, 40)):
-        (found,) = predict(PLAN, given, LENGTHS, splits=[Split(1, 0, beside=1)], bounds=[8])
+    for shared, rate in ((sliced, 25), (paused, 40)):
+        (found,) = predict(PLAN, shared, LENGTHS, splits=[Split(1, 0, beside=1)], bounds=[8])
         assert found.reached.tokens_per_second == pytest.approx(rate, rel=0.02)
 
 
