@@ -432,8 +432,8 @@ async def test_a_cancelled_generation_frees_its_place(engine: Engine, adapter: t
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(engine.generate(PROMPT, forever, seed=n)) for n in range(8)]
         await engine.generate(PROMPT, SHORT, seed=9)
-        if adapter[0] in ("inprocess", "sglang-stream"):
-            assert engine.stats().context_tokens > 8 * len(PROMPT)
+        while adapter[0] in ("inprocess", "sglang-stream") and engine.stats().context_tokens <= 8 * len(PROMPT):
+            await asyncio.sleep(0.001)
         for task in running:
             task.cancel()
     await engine.generate(PROMPT, SHORT, seed=9)
