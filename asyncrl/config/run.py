@@ -124,8 +124,8 @@ class RolloutSection:
     gpus: tuple[int, ...] = ()
     """GPUs for these workers, assigned round-robin; empty: the GPUs after the learner's."""
     beside_learner: Literal["sample", "pause"] = "sample"
-    """What an engine on the learner's GPUs does during a training step: sample on, each with half of the GPU, or pause
-    between two tokens."""
+    """What an engine on the learner's GPUs does during a training step. sample: it goes on, and each has half of the
+    GPU's time. pause: it stops between two tokens, and keeps its sequences."""
     pools: Mapping[str, PoolSection] = field(default_factory=dict)
     """More workers, whose engines are of another size or have other settings, by name."""
     group_size: Positive[int] = 8

@@ -101,10 +101,12 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
 
     def rate(split: Split) -> float:
         running = max(1.0, min(timing.capacity, window / (split.engines + split.beside)))
-        engines = split.engines + split.beside / timing.decode_beside
-        sampled = engines * running / timing.decode_step(running, running * context)
+        sampled = plan.kept * running / timing.decode_step(running, running * context)  # by an engine alone
         slowdown = timing.train_beside if split.beside else 1.0
-        return min(sampled * plan.kept, batch / (slowdown * timing.train_step(packed, machines=split.copies)))
+        training = slowdown * timing.train_step(packed, machines=split.copies)
+        meanwhile = training * sampled * (split.engines + split.beside / timing.decode_beside)
+        left = max(0.0, batch - meanwhile) / (sampled * (split.engines + split.beside))
+        return batch / (training + left)
 
     def near_best(kind: Sequence[Split]) -> Sequence[Split]:
         best = max(range(len(kind)), key=lambda place: rate(kind[place]), default=0)

@@ -122,9 +122,9 @@ def _fit_positive(columns: NDArray[np.float64], seconds: NDArray[np.float64]) ->
     units = np.where(size > 0, size, 1.0)
     scaled = columns / units
     best, least = np.zeros(len(units)), math.inf
-    for kept in itertools.product((True, False), repeat=len(units)):  # the others are 0
-        found = np.zeros(len(units))
-        found[list(kept)] = np.linalg.lstsq(scaled[:, kept], seconds, rcond=None)[0]
+    for choice in itertools.product((True, False), repeat=len(units)):
+        kept, found = list(choice), np.zeros(len(units))  # the others are 0
+        found[kept] = np.linalg.lstsq(scaled[:, kept], seconds, rcond=None)[0]
         error = float(np.square(scaled @ found - seconds).sum())
         if (found >= 0).all() and error < least:
             best, least = found / units, error

@@ -44,7 +44,7 @@ from benchmarks.gpu.shapes import SHAPES, write_prompts
 from benchmarks.gpu.window import Row, measure
 
 RUN_FILE: Final = "benchmarks/gpu/modes.toml"
-_ARM: Final = re.compile(r"(async|sync)(_files)?(_mps)?")
+_ARM: Final = re.compile(r"(async|sync)(_files)?(?:_mps)?")
 _STEPS: Final = 200
 """More than any arm takes: the log must have room for all of them."""
 _MISMATCH: Final = ("mismatch/mean", "mismatch/routing_replayed", "mismatch/routing_own")
@@ -135,7 +135,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     found = _ARM.fullmatch(arm)
     assert found is not None
-    mode, files, _ = found.groups()
+    mode, files = found.groups()
     server = {**GPU_ARGUMENTS, _PREFILL_GRAPHS: True, "cuda-graph-max-bs": 512, **options.engine}
     return {
         "run.name": name,

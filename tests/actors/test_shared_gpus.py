@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -294,21 +293,25 @@ async def test_an_engine_pauses_for_each_step_and_everything_is_trained(loop: Lo
     assert steps == [1, 2, 3, 4]
 
 
-async def test_an_engine_goes_on_when_its_worker_or_its_learner_ends_during_a_step(bus: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["worker", "learner"])
+async def test_an_engine_goes_on_when_its_worker_or_its_learner_ends_during_a_step(
+    bus: Any, tmp_path: Path, ends: str
+) -> None:
     engine = PausingEngine()
-    learner = GpuTurn(tmp_path / colocated.STEP_FILE, is_shared=False)
-    turn = GpuTurn(tmp_path / colocated.STEP_FILE, is_shared=True)
-    for ends in ("worker", "learner"):
-        await learner.acquire()
-        task = asyncio.create_task(StepPause("w0.pause", bus, engine=engine, turn=turn).run())
-        await until(lambda: not engine.gate.is_set())
-        if ends == "worker":
-            task.cancel()
+    learner, turn = (GpuTurn(tmp_path / colocated.STEP_FILE, is_shared=is_shared) for is_shared in (False, True))
+    await learner.acquire()
+    task = asyncio.create_task(StepPause("w0.pause", bus, engine=engine, turn=turn).run())
+    await until(lambda: not engine.gate.is_set())
+    if ends == "worker":
+        task.cancel()
+        await asyncio.wait((task,))
+    else:
         learner.release()
         await until(engine.gate.is_set)
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    assert engine.gate.is_set()
+    assert learner.is_held == (ends == "worker")
+    learner.release()
 
 
 async def test_without_the_key_no_lock_is_taken(loop: Loop) -> None:
