@@ -648,7 +648,7 @@ def _passes(run: RunConfig, plan: MemoryPlan, shapes: Shapes, stage: int) -> flo
     feed_forward = of_expert * (config.get("num_experts_per_tok") or 1) + shared
     # A layer keeps the inputs of its norms and products, the attention's inputs and output, the gate and its product.
     of_token = 2 * hidden if recomputes_all else 2 * (3 * hidden + 3.7 * attention + 3 * feed_forward)
-    tokens, rows = run.learner.micro_batch_tokens / (layout.tensor * layout.context), _rows_in_flight(layout, stage)
+    tokens, rows = _row_tokens(run) / (layout.tensor * layout.context), _rows_in_flight(layout, stage)
     kept = tokens * of_token * _stages(run.learner, layers).count(stage) * rows + _chosen_keys(run, config)
     kept += _passes_of_tower(run, whole, shapes) * rows if stage == 0 else 0.0
     # While a layer is differentiated:
@@ -660,6 +660,11 @@ def _passes(run: RunConfig, plan: MemoryPlan, shapes: Shapes, stage: int) -> flo
         kept += 0 if run.learner.lora.rank else 6 * config.get("vocab_size", 0) * hidden / layout.tensor
     # A layer is recomputed after the head.
     return float(_FRAGMENTED * (kept + (max(of_head, of_layer) if recomputes_all else of_head + of_layer)))
+
+
+def _row_tokens(run: RunConfig) -> int:
+    """Return the tokens of the largest micro-batch: a trajectory that is longer than the others' has its own."""
+    return max(run.learner.micro_batch_tokens, run.most_trajectory_tokens)
 
 
 def _rows_in_flight(layout: Layout, stage: int) -> float:
@@ -685,16 +690,17 @@ def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Shapes) -> 
     # Counted on a CPU in Qwen2.5-VL's layers (RMSNorm in float32, gated) and in Qwen3-VL's (LayerNorm, not gated).
     of_hidden, of_feed_forward = (30, 8) if tower.get("hidden_act") == "silu" else (22, 4)
     of_layer = of_hidden * tower.get("hidden_size", 0) + of_feed_forward * tower.get("intermediate_size", 0)
-    return float(_PATCHES_PER_TOKEN * learner.micro_batch_tokens * tower.get("depth", 0) * of_layer)
+    return float(_PATCHES_PER_TOKEN * _row_tokens(run) * tower.get("depth", 0) * of_layer)
 
 
 def _logits(run: RunConfig, config: dict[str, Any]) -> float:
     """Return the bytes of all logits of a row, which every rank of a copy of the model has."""
-    return float(_LOGITS_BYTES * run.learner.micro_batch_tokens * config.get("vocab_size", 0))
+    return float(_LOGITS_BYTES * _row_tokens(run) * config.get("vocab_size", 0))
 
 
 def _copied_keys(run: RunConfig, config: dict[str, Any]) -> float:
-    """Return the bytes of the copies of keys and values in one layer, at most."""
+    """Return the bytes of the copies of keys and values in one layer, at most. A sequence that has a row of its own
+    shares nothing."""
     heads, head = _heads(config)
     layout = run.learner.layout
     tokens = prefixes.MOST_COPIES * run.learner.micro_batch_tokens / layout.tensor
@@ -704,7 +710,7 @@ def _copied_keys(run: RunConfig, config: dict[str, Any]) -> float:
 def _chosen_keys(run: RunConfig, config: dict[str, Any]) -> float:
     """Return the bytes of the choices of sparse attention: of one layer, and of those that later layers use."""
     most, layout = config.get("index_topk") or 0, run.learner.layout
-    tokens = run.learner.micro_batch_tokens
+    tokens = _row_tokens(run)
     if not 0 < most < tokens:
         return 0.0
     kinds = config.get("indexer_types") or []

@@ -507,6 +507,12 @@ class RunConfig:
         return self.rollout.load or ("in_flight" if self.run.mode == "async" else "on_demand")
 
     @property
+    def most_trajectory_tokens(self) -> int:
+        """Upper bound on the tokens of prompt and answer; of a rollout function whose tools add more text, only with
+        rollout.max_context_tokens."""
+        return self.rollout.max_context_tokens or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def largest_prompt_bytes(self) -> int:
         """Upper bound on the size of a prompt group (tokens, text), without its row's label and metadata."""
         return 16 * self.data.max_prompt_tokens + 4096

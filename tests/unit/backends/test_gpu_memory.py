@@ -164,7 +164,7 @@ def test_one_copy_of_frozen_weights_would_leave_an_engine_this_cache(
     assert (cache, cache + shared / GIB) == pytest.approx((two_copies, one_copy), abs=0.1)
 
 
-@pytest.mark.parametrize(("tokens", "stages", "layers"), [(1024, 1, 0), (32_768, 1, 1), (32_768, 2, 1)])
+@pytest.mark.parametrize(("tokens", "stages", "layers"), [(2048, 1, 0), (32_768, 1, 1), (32_768, 2, 1)])
 def test_a_recomputed_layer_is_whole_on_its_stage_and_counts_once_it_is_more_than_the_output_layer(
     tokens: int, stages: int, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,6 +553,22 @@ def test_choices_of_sparse_attention_that_later_layers_use_are_kept(
     sparse = {"index_topk": 2048, "indexer_types": ["full", "full", "shared", "shared"]}
     (tmp_path / "config.json").write_text(json.dumps(entries | sparse))
     assert phases_of(run)["step"].device - without == pytest.approx(1.1 * 2 * 4 * 2048 * 16384, rel=1e-6)
+
+
+@pytest.mark.parametrize("recomputes_all", [True, False])
+@pytest.mark.parametrize("needs_logits", [True, False])
+def test_a_trajectory_that_is_longer_than_a_row_is_counted_as_a_row_of_its_length(
+    recomputes_all: bool, needs_logits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*overrides: str) -> int:
+        run = run_of("4B", tmp_path, monkeypatch, "learner.lora.rank=32", *overrides)
+        return phases_of(run, recomputes_all=recomputes_all, needs_logits=needs_logits)["step"].device
+
+    rows, answers = "learner.micro_batch_tokens=", "rollout.max_new_tokens="
+    long = step(f"{rows}4096", f"{answers}32768", "data.max_prompt_tokens=1024")
+    assert long == step(f"{rows}{32_768 + 1024}")
+    assert step(f"{rows}4096", f"{answers}32768", "rollout.max_context_tokens=8192") == step(f"{rows}8192")
+    assert step(f"{rows}4096", f"{answers}2048") == step(f"{rows}4096") < long
 
 
 @pytest.mark.parametrize(
