@@ -74,7 +74,7 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         f"learner   {found.units.copy} of the GPUs {'trains' if found.units.copy == 1 else 'train'} "
         f"{timing.train_tokens_per_second:,.0f} tokens/s, prompts included, plus {timing.train_seconds:.2f} s a step"
     )
-    if any(one.split.beside for one in found.found) and run_config.rollout.beside_learner == "sample":
+    if any(one.split.beside for one in found.found):
         yield (
             "together  on the same GPUs (1+2/1: an engine on the learner's one, too) a decode step takes "
             f"{timing.decode_beside:.2f} times as long while the learner trains, and the learner's step "
@@ -87,6 +87,11 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
         yield (
             f"{found.units.shown(one.split):>15}  {one.max_staleness:13d}  {one.reached.tokens_per_second:16,.0f}  "
             f"{one.reached.learner_busy:12.0%}  {one.reached.engines_busy:12.0%} {','.join(marks)}"
+        )
+    if found.other is not None:
+        yield (
+            f'with rollout.beside_learner = "{found.other_way}" the best would train '
+            f"{found.other.reached.tokens_per_second:,.0f} tokens/s"
         )
     yield from (f"note: {note}" for note in notes(run_config, found))
     yield ""
@@ -103,6 +108,8 @@ def _lengths(found: Allocation) -> list[int]:
 
 def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int | str]]:
     """Return (section, key, value) for the recommended keys of the run file."""
+    from asyncrl.planning.allocation import ENOUGH
+
     best = found.best
     keys: list[tuple[str, str, int | str]] = [
         ("learner", "ranks", best.split.copies * found.units.copy),
@@ -116,6 +123,8 @@ def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, i
         keys += [(section, "gpus", "[]") for section in ("learner", "rollout") if getattr(run_config, section).gpus]
     if run_config.run.mode == "async":
         keys.append(("staleness", "max_staleness", best.max_staleness))
+    if found.other is not None and best.reached.tokens_per_second < ENOUGH * found.other.reached.tokens_per_second:
+        keys.append(("rollout", "beside_learner", found.other_way))
     if found.learner.larger is not None and found.learner.larger > 1.05:
         from asyncrl.planning.learner_probe import LARGER_ROWS
 
@@ -195,6 +204,7 @@ def _as_json(run_config: RunConfig, found: Allocation) -> dict[str, Any]:
         "splits": [_row(one) for one in found.found],
         "best": _row(found.best),
         "now": None if found.now is None else _row(found.now),
+        "other_way": None if found.other is None else {"beside_learner": found.other_way, **_row(found.other)},
         "settings": {f"{section}.{key}": value for section, key, value in settings(run_config, found)},
         "notes": list(notes(run_config, found)),
     }

@@ -49,6 +49,8 @@ class Allocation:
     apart  why no engine on the learner's GPUs was planned; empty if it was, or there are no GPUs
     kept   share of the sampled groups that algorithm.filters keep
     found  every simulated split and bound;  best: the best of them;  now: the run file's own, if it uses as many GPUs
+    other_way  the value of rollout.beside_learner that the run file does not have: sample or pause
+    other      ``best`` with it; None if that has no engine on the learner's GPUs
     """
 
     units: Units
@@ -61,6 +63,8 @@ class Allocation:
     found: tuple[Predicted, ...]
     best: Predicted
     now: Predicted | None
+    other_way: str
+    other: Predicted | None
 
 
 def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], None]) -> Allocation:
@@ -97,17 +101,18 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         engine = in_process(measure_engine, alone, seconds=seconds)
         tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
         learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
-        timing, apart = timing_of(run, engine, learner), ""
+        measured, apart = timing_of(run, engine, learner), ""
         if shares:
             tells(f"starting both on the same GPUs, then measuring them for {seconds:.0f} s ...")
             try:
-                timing = measure_together(alone, engine.groups, timing, seconds=seconds)
+                measured = measure_together(alone, engine.groups, measured, seconds=seconds)
             except Exception as error:  # errors for a lack of memory depend on the backend
                 apart, splits = str(error).partition("\n")[0], [split for split in splits if not split.beside]
                 if not splits:
                     raise
     lengths = [lengths_of(group) for group in engine.groups]
     asked = plan_of(run, engine)
+    timing = during_steps(measured, run.rollout.beside_learner)
     now = split_of(run, units)
     tried = likely(_possible(run, units, splits), asked, timing, lengths)
     tells(f"simulating {', '.join(map(units.shown, tried))} ...")
@@ -120,17 +125,24 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     if not own and now in splits:
         own = predict(asked, timing, lengths, splits=[now], bounds=[run.max_staleness])
         found += own
+    best = recommended(found)
+    other, other_way = None, "sample" if run.rollout.beside_learner == "pause" else "pause"
+    if best.split.beside:
+        timing = during_steps(measured, other_way)
+        (other,) = predict(asked, timing, lengths, splits=[best.split], bounds=[best.max_staleness])
     return Allocation(
         units=units,
-        timing=timing,
+        timing=measured,
         engine=engine,
         learner=learner,
         context=context_of(lengths, prompt_tokens=asked.prompt_tokens),
         apart=apart,
         kept=asked.kept,
         found=tuple(found),
-        best=recommended(found),
+        best=best,
         now=own[0] if own else None,
+        other_way=other_way,
+        other=other,
     )
 
 
@@ -151,8 +163,7 @@ def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) 
 def measure_together(run: RunConfig, groups: Sequence[TrajectoryGroup], alone: Timing, *, seconds: float) -> Timing:
     """Measure engine and learner at once on the same GPUs; return ``alone`` with how much they slow each other down.
 
-    An engine that pauses for the learner's steps is measured, too, since it must find room. Raises ConfigError if it
-    does not, and errors of either.
+    Raises ConfigError if there is no room for both, and errors of either.
     """
     together = Together()
     with ThreadPoolExecutor(2) as pool:
@@ -162,9 +173,12 @@ def measure_together(run: RunConfig, groups: Sequence[TrajectoryGroup], alone: T
         wait(both, return_when=FIRST_EXCEPTION)
         together.give_up()
     decode, train = slowdowns(alone, engine.result().readings, learner.result().readings)
-    if run.rollout.beside_learner == "pause":
-        decode, train = PAUSED, 1.0
     return dataclasses.replace(alone, decode_beside=decode, train_beside=train)
+
+
+def during_steps(timing: Timing, way: str) -> Timing:
+    """Return the timing where engines on the learner's GPUs do that during its steps.  way: rollout.beside_learner"""
+    return dataclasses.replace(timing, decode_beside=PAUSED, train_beside=1.0) if way == "pause" else timing
 
 
 def split_of(run: RunConfig, units: Units) -> Split:

@@ -8,10 +8,11 @@ Name arms in turn (async sync async sync) to interleave them. An arm is measured
 --windows windows of --seconds each, one after the other; a window ends with the first step that is over behind it.
 
 Arms: async (the engine goes on during the step), sync; with "_files" weights go through a folder in memory, not on
-the device; with "_mps" kernels of both processes run side by side (mps.py), not by turns. With --set learner.gpus=[0]
-rollout.gpus=[1,2] rollout.workers=2 the same arms run on three GPUs. Rows have the used memory of each GPU until the
-first step is over (gpu_memory_of_start) and in the window (gpu_memory), and the times at which the arm's steps ended
-(step_ended). With --plan they have what `asyncrl plan` predicts of the run (planned_tokens_per_second).
+the device; with "_pause" the engine stops for each step (rollout.beside_learner); with "_mps" kernels of both processes
+run side by side (mps.py), not by turns. sync leaves out staleness.discard of --set, which it has no use for. With --set
+learner.gpus=[0] rollout.gpus=[1,2] rollout.workers=2 the same arms run on three GPUs. Rows have the used memory of each
+GPU until the first step is over (gpu_memory_of_start) and in the window (gpu_memory), and the times at which the arm's
+steps ended (step_ended). With --plan they have what `asyncrl plan` predicts of the run (planned_tokens_per_second).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from benchmarks.gpu.shapes import SHAPES, write_prompts
 from benchmarks.gpu.window import Row, measure
 
 RUN_FILE: Final = "benchmarks/gpu/modes.toml"
-_ARM: Final = re.compile(r"(async|sync)(_files)?(?:_mps)?")
+_ARM: Final = re.compile(r"(async|sync)(_files)?(_pause)?(?:_mps)?")
 _STEPS: Final = 200
 """More than any arm takes: the log must have room for all of them."""
 _MISMATCH: Final = ("mismatch/mean", "mismatch/routing_replayed", "mismatch/routing_own")
@@ -135,7 +136,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     found = _ARM.fullmatch(arm)
     assert found is not None
-    mode, files = found.groups()
+    mode, files, pauses = found.groups()
     server = {**GPU_ARGUMENTS, _PREFILL_GRAPHS: True, "cuda-graph-max-bs": 512, **options.engine}
     return {
         "run.name": name,
@@ -156,7 +157,8 @@ def overrides(arm: str, name: str, options: argparse.Namespace, scratch: Path) -
         "bus.max_message_bytes": 2**25,
         **({"engine.options.server_arguments": server} if has_gpu() else {}),
         **({"weights.channel": "files"} if files else {}),
-        **options.set,
+        **({"rollout.beside_learner": "pause"} if pauses else {}),
+        **{key: value for key, value in options.set.items() if mode == "async" or key != "staleness.discard"},
     }
 
 

@@ -15,6 +15,8 @@ import pytest
 from asyncrl import config
 from asyncrl.cli import main
 from asyncrl.errors import AsyncRLError
+from asyncrl.planning import plan
+from asyncrl.planning.allocation import ENOUGH
 from asyncrl.planning.command import few_running
 from asyncrl.planning.engine_probe import LOOK_SECONDS, measure_engine
 from asyncrl.planning.learner_probe import measure_learner
@@ -95,6 +97,20 @@ def test_the_window_is_named_only_where_it_holds_fewer_samples_than_may_run() ->
     assert "the window (groups_per_batch x (max_staleness + 1) groups) has only 640 samples" in few_running(
         larger, 10.4
     )
+
+
+def test_a_plan_of_one_gpu_says_what_pausing_the_engine_for_the_steps_would_give(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_may_share", lambda _run, _units: True)
+    monkeypatch.setattr(plan, "num_gpus", lambda: 1)
+    assert main.main(words(demo, tmp_path, "--gpus", "1", "--seconds", "1", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["other_way"]["beside_learner"] == "pause"
+    of_best = {key: found["best"][key] for key in ("copies", "engines", "beside", "max_staleness")}
+    assert of_best == {key: found["other_way"][key] for key in of_best} and of_best["beside"] == 1
+    is_said = "rollout.beside_learner" in found["settings"]
+    assert is_said == (found["other_way"]["tokens_per_second"] * ENOUGH > found["best"]["tokens_per_second"])
 
 
 def test_where_nothing_can_be_split_is_said_in_one_line(

@@ -16,7 +16,7 @@ from asyncrl.config.run import Mode
 from asyncrl.messages import VersionSpan
 from asyncrl.planning import command
 from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
-from asyncrl.planning.plan import PAUSED
+from asyncrl.planning.plan import during_steps
 from asyncrl.planning.simulation import (
     DecodeReading,
     Decoding,
@@ -144,10 +144,25 @@ def test_an_engine_that_pauses_for_the_steps_leaves_the_learner_its_speed() -> N
     """On one GPU: 3,200 tokens are sampled in 16 s and trained in 64. In time slices the learner has half of it."""
     alone = timing(decode=200, train=50)
     sliced = dataclasses.replace(alone, decode_beside=2.0, train_beside=2.0)
-    paused = dataclasses.replace(alone, decode_beside=PAUSED)
-    for shared, rate in ((sliced, 25), (paused, 40)):
+    for shared, rate in ((during_steps(sliced, "sample"), 25), (during_steps(sliced, "pause"), 40)):
         (found,) = predict(PLAN, shared, LENGTHS, splits=[Split(1, 0, beside=1)], bounds=[8])
         assert found.reached.tokens_per_second == pytest.approx(rate, rel=0.02)
+
+
+@pytest.mark.parametrize(("rate", "is_said"), [(101, False), (120, True)])
+def test_a_plan_recommends_the_other_way_beside_the_learner_where_it_is_clearly_faster(
+    rate: float, is_said: bool
+) -> None:
+    run = config.load(ROOT / "examples" / "gpu.toml", [])
+
+    def of(tokens_per_second: float) -> Predicted:
+        reached = Reached(tokens_per_second=tokens_per_second, learner_busy=1.0, engines_busy=1.0)
+        return Predicted(split=Split(1, 0, beside=1), max_staleness=4, reached=reached)
+
+    found: Any = SimpleNamespace(
+        units=ONE, learner=SimpleNamespace(larger=None), best=of(100), other_way="pause", other=of(rate)
+    )
+    assert (("rollout", "beside_learner", "pause") in command.settings(run, found)) == is_said
 
 
 def test_slowdowns_are_how_much_longer_both_take_than_alone() -> None:
