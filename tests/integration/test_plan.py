@@ -99,6 +99,8 @@ def test_the_window_is_named_only_where_it_holds_fewer_samples_than_may_run() ->
     )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_plan_of_one_gpu_says_what_pausing_the_engine_for_the_steps_would_give(
     demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
