@@ -98,6 +98,15 @@ class Offloads(Protocol):
 
 
 @runtime_checkable
+class KeepsToShare(Protocol):
+    """A backend that can leave a part of its GPUs' memory to others."""
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Keep at most ``num_bytes`` of each GPU, besides CUDA contexts and NCCL's buffers. Call it before start."""
+        ...
+
+
+@runtime_checkable
 class ResetsOptimizer(Protocol):
     """A backend that can start its optimizers anew (learner.reset_optimizer)."""
 

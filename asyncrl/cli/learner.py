@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="with --standby: begin with the state of this shadow learner (`asyncrl promote`)",
     )
+    parser.add_argument(
+        "--beside-engines", action="store_true", help="engines sample on the learner's GPUs: leave them their memory"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,18 +58,26 @@ def run(options: argparse.Namespace) -> int:
         run_config,
         resume=options.resume,
         token=arguments.bus_token(run_config),
+        beside_engines=options.beside_engines,
         standby=options.standby,
         shadow=options.promote,
     )
 
 
 def run_learner(
-    run_config: RunConfig, *, resume: bool, token: str, standby: str = "", shadow: Path | None = None
+    run_config: RunConfig,
+    *,
+    resume: bool,
+    token: str,
+    beside_engines: bool = False,
+    standby: str = "",
+    shadow: Path | None = None,
 ) -> int:
     """Train to the end of the run. Raises ConfigError while another learner has this run.
 
-    standby  name of this process if another learner has the run, which this one is to take over
-    shadow   folder of a shadow learner whose state replaces the backend's part of the newest checkpoint then
+    beside_engines  engines are on the learner's GPUs at the same time
+    standby         name of this process if another learner has the run, which this one is to take over
+    shadow          folder of a shadow learner whose state replaces the backend's part of the newest checkpoint then
     """
     check_learner(run_config)
     if resume:  # also after a death: the run file and the model may have changed since
@@ -79,7 +90,7 @@ def run_learner(
         if shadow is not None:
             _promote(run_config, shadow)
             ready_file(run_config.run_directory, standby).unlink(missing_ok=True)
-        return in_event_loop(_learn(run_config, resume=resume, token=token))
+        return in_event_loop(_learn(run_config, resume=resume, token=token, beside_engines=beside_engines))
 
 
 def _wait_to_take_over(ready: Path) -> None:
@@ -112,7 +123,7 @@ def _serve(run_config: RunConfig, *, rank: int, standby: str) -> int:
     return 0
 
 
-async def _learn(run_config: RunConfig, *, resume: bool, token: str) -> int:
+async def _learn(run_config: RunConfig, *, resume: bool, token: str, beside_engines: bool) -> int:
     from asyncrl.launch.assembly.training import train  # imports torch; errors in the run file are reported before
 
     bus = await connect(run_config, token=token)
@@ -120,7 +131,7 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str) -> int:
         await single_learner.on_bus(bus, run=run_config.run.name)
         if resume:
             await resume_checks.require_checkpoint(run_config, bus=bus)
-        code = await train(run_config, bus, resume=resume, run_actors=supervise_process)
+        code = await train(run_config, bus, resume=resume, beside_engines=beside_engines, run_actors=supervise_process)
         exit_within(EXIT_SECONDS, code)
         for number in (signal.SIGTERM, signal.SIGINT):  # a late signal would make a finished run look interrupted
             signal.signal(number, signal.SIG_IGN)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.adapters import registry
-from asyncrl.backends.port import Offloads
+from asyncrl.backends.port import Backend, KeepsToShare, Offloads
 from asyncrl.config import RunConfig
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine, EngineStats, LimitsMemory, Pauses, SharesGpus
@@ -35,6 +35,9 @@ QUIET_SECONDS: Final = 0.1
 """Idle time before the GPUs are released: the next prompt often arrives at once."""
 AFTER_LOAD_SECONDS: Final = 2.0
 """The same after a load. The prompts that waited for it come next, and leaving for nothing costs seconds."""
+
+KEPT_BYTES: Final = 3 * 2**30
+"""Memory that a learner beside engines may keep over its estimate. It is of their workspace, which they rarely fill."""
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +100,16 @@ def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
             *(_learner_bytes(run) / 2**30, read_gpu_memory().total / 2**30, share / 2**30, num_engines),
         )
         engine.limit_memory(share)
+
+
+def limit_learner(run: RunConfig, backend: Backend) -> None:
+    """Let a learner beside engines keep little more memory than it may need.
+
+    Torch keeps what it has freed, in pieces that other rows do not fit into: 6 GiB more than the estimate at 8B, after
+    which an engine found no room for the tensors of a load.
+    """
+    if isinstance(backend, KeepsToShare) and registry.engine_class(run).gpu_bytes(run):
+        backend.limit_memory(_learner_bytes(run) + KEPT_BYTES)
 
 
 def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int:

@@ -265,6 +265,10 @@ class MegatronBackend(BackendAdapter):
         self._offload_metrics: dict[str, float] = {}
         self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # parts that are still in use
 
+    def limit_memory(self, num_bytes: int) -> None:
+        """See KeepsToShare in backends/port.py."""
+        self._job = dataclasses.replace(self._job, gpu_bytes=num_bytes)
+
     def start(self) -> None:
         if dist.is_initialized():
             raise BackendError("torch.distributed is already initialised in this process; MegatronBackend must do it")

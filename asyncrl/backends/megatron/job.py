@@ -87,6 +87,7 @@ class Job:
     family        the run's own family of models (model.family)
     takes_turns   the models leave the device while engines read an export, which is then a copy of everything
     exports_to    memory for copies of exports: device or host
+    gpu_bytes     that torch may keep of each GPU; 0: all
     """
 
     models: Mapping[str, AuxiliaryModel]
@@ -100,6 +101,7 @@ class Job:
     quantization: str = ""
     takes_turns: bool = False
     exports_to: Literal["device", "host"] = "device"
+    gpu_bytes: int = 0
     family: Family | None = None
 
     @property

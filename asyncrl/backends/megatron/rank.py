@@ -49,7 +49,7 @@ class MegatronRank:
         self._room_for_saving: int | None = None
         self._hooks = load_hooks(job.options.hooks)
         self.parts = ExportedParts()
-        self._device = device = _device(job.device, info)
+        self._device = device = use_device(job.device, info, gpu_bytes=job.gpu_bytes)
         self._memory = HostMemory(
             lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()),
             scratch=lambda: itertools.chain.from_iterable(one.gradients() for one in self._trained.values()),
@@ -192,10 +192,14 @@ def _kind(model: models.AuxiliaryModel) -> type[LoadedModel]:
     return TrainedModel if model.is_trained else RefreshedModel if model.is_refreshed else LoadedModel
 
 
-def _device(kind: str, info: RankInfo) -> torch.device:
+def use_device(kind: str, info: RankInfo, *, gpu_bytes: int) -> torch.device:
+    """Make the rank's device torch's own in this process.  kind: cpu or cuda;  gpu_bytes: see Job"""
     if kind == "cpu":
         return torch.device("cpu")
     # A launcher may show each rank only its own GPU.
     device = torch.device("cuda", info.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    if gpu_bytes:  # at the limit torch first gives back what it keeps unused
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_bytes / total), device)
     return device

@@ -98,6 +98,8 @@ _IDLE_SECONDS: Final = 30.0
 """Time for a server's last batch to end before its memory leaves the GPUs."""
 _WORKSPACE_BYTES: Final = 10 * 2**30
 """What a server takes besides weights and cache: CUDA context, graphs, activations, logits, a load's tensors."""
+_LEAST_WORKSPACE_BYTES: Final = 5 * 2**30
+"""Of them, what it needs: 4 GiB at 8B, a graph of 512 sequences and a load's tensors among them."""
 _WEIGHTS_ALONE: Final = {"tags": ["weights"]}
 _ALL_BUT_WEIGHTS: Final = {"tags": ["kv_cache", "cuda_graph"]}
 _LEAST_CACHE_BYTES: Final = 2**31
@@ -518,11 +520,9 @@ class SGLangEngine(EngineAdapter):
         check_arguments(options.server_arguments, has_drafts=self._has_drafts)
         check_dtype(self._dtype, device=self._device, server_arguments=options.server_arguments)
         memory: dict[str, Any] = {}
-        if self._memory_bytes:  # SGLang takes a share of what is free now for weights and cache
-            static = self._memory_bytes - _WORKSPACE_BYTES
-            memory["mem-fraction-static"] = round(
-                min(0.95, static / (await asyncio.to_thread(read_gpu_memory)).free), 3
-            )
+        if self._memory_bytes:
+            free = (await asyncio.to_thread(read_gpu_memory)).free
+            memory["mem-fraction-static"] = static_share(self._memory_bytes, free=free)
         port = server.find_free_port()
         command = server.server_command(
             self._model.path,
@@ -695,6 +695,16 @@ class SGLangEngine(EngineAdapter):
         except asyncio.CancelledError:
             await self._client.abort(request["rid"])  # the server would notice the closed connection seconds later
             raise
+
+
+def static_share(num_bytes: int, *, free: int) -> float:
+    """Return the share of the ``free`` bytes that SGLang takes for weights and cache, of ``num_bytes`` for an engine.
+
+    A learner that trains keeps more than one that has just started. A server that is started again beside it gets a
+    smaller cache, not a smaller workspace: a load of weights would not fit.
+    """
+    static = min(num_bytes - _WORKSPACE_BYTES, free - _LEAST_WORKSPACE_BYTES)
+    return round(min(0.95, max(0.01, static / max(1, free))), 3)
 
 
 def _has_own_share(options: Options) -> bool:

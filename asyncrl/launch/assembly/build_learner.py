@@ -82,8 +82,13 @@ from asyncrl.weights.after_write import load_after_write
 from asyncrl.weights.port import WeightChannel
 
 
-async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
-    """Return the learner and the other actors of its process, ready to be supervised."""
+async def build_learner(
+    run: RunConfig, *, bus: Bus, resume: bool, beside_engines: bool = False
+) -> tuple[Learner, list[Actor]]:
+    """Return the learner and the other actors of its process, ready to be supervised.
+
+    beside_engines: engines are on the learner's GPUs at the same time
+    """
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = await _starting_point(
         run, bus=bus, resume=resume, newest_on_bus=-1 if progress is None else progress.incarnation
@@ -104,6 +109,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         _say_bound(run)
         await asyncio.to_thread(_say_replay, run)
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
+    if beside_engines:
+        colocated.limit_learner(run, backend)
     recorders, validator = open_recorders(run, algorithm=algorithm), _validator(run, bus=bus, image_reader=image_reader)
     return assemble_learner(
         run,

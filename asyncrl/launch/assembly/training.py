@@ -23,16 +23,18 @@ async def train(
     bus: Bus,
     *,
     resume: bool = False,
+    beside_engines: bool = False,
     beside: Sequence[Actor] = (),
     run_actors: Callable[..., Awaitable[None]] = supervise,
 ) -> int:
     """Train to the end of the run, or until the learner is drained, and return the exit code.
 
-    beside      other actors of this process, which end with the learner
-    run_actors  runs the given actors until the first one is done
+    beside_engines  see build_learner
+    beside          other actors of this process, which end with the learner
+    run_actors      runs the given actors until the first one is done
     """
     started = time.monotonic()
-    learner, helpers = await build_learner(run, bus=bus, resume=resume)
+    learner, helpers = await build_learner(run, bus=bus, resume=resume, beside_engines=beside_engines)
     first = learner.step
     if resume:
         print_line(f"resumed at step {learner.step}, policy version {learner.policy_version}")

@@ -121,13 +121,18 @@ class ProcessSpecs:
         environments = registry.backend_class(run).environments(run, port=_free_port())
         names = [f"{name}-{rank}" if rank else name for rank in range(len(environments))]
         is_one, needed = len(names) == 1, gpus_of_learner(run)
+        shares = bool(self._beside) and gpus == self._learner_gpus
+        flags = [
+            *(["--beside-engines"] if shares else []),
+            *(word for item in overrides for word in ("--set", item)),
+        ]
         each = len(names) // run.learner.machines
         leaders = names[::each]
         specs = [
             ProcessSpec(
                 name=its,
                 role=LEARNER_RANK if rank else LEARNER,
-                arguments=("learner", *self._common, *(word for item in overrides for word in ("--set", item))),
+                arguments=("learner", *self._common, *flags),
                 num_gpus=needed if is_one else min(1, needed),
                 gpus=gpus if is_one else gpus[rank : rank + 1],
                 environment={**self._environment, **environment},

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.backends.megatron.rank import use_device
+from asyncrl.backends.megatron.rank_group import RankInfo
 from asyncrl.policies.batching.packing import sequence_slices
 from tests.harness.backends import (
     LEARNING_RATE,
@@ -71,3 +73,16 @@ def test_checkpoint_restores_bit_for_bit(folder: Path, tmp_path: Path) -> None:
         backend.restore(tmp_path)
         restored = {name: tensor.cpu() for name, tensor in weights(backend).items()}
     assert all(torch.equal(restored[name], saved[name]) for name in saved)
+
+
+def test_a_learner_with_a_limit_gives_back_what_it_keeps_unused() -> None:
+    limit = torch.cuda.memory_reserved() + 2**30
+    device = use_device("cuda", RankInfo(), gpu_bytes=limit)
+    try:
+        for mib in (600, 700, 800):  # without a limit torch keeps all three
+            torch.empty(mib * 2**20, dtype=torch.uint8, device=device)
+            assert torch.cuda.memory_reserved() <= limit
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**31, dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -284,9 +284,10 @@ async def test_names_the_data_file_that_changed(tmp_path: Path, caplog: pytest.L
         await learner.stop()
         warnings.append([record.getMessage() for record in caplog.records if record.name == "asyncrl.learner"])
         caplog.clear()
-    assert [len(said) for said in warnings] == [0, 0, 2]
-    assert warnings[2][0] == f"changed since this run was last up: the data {prompts}"
-    assert warnings[2][1].startswith("the data may have another order")
+    assert warnings[:2] == [[], []]
+    changed, order = warnings[2]
+    assert changed == f"changed since this run was last up: the data {prompts}"
+    assert order.startswith("the data may have another order")
 
 
 def test_refuses_a_learner_that_is_started_by_hand(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

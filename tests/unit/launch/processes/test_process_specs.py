@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
     made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
     words = [child.spec.arguments for child in made if child.name.startswith("w")]
     assert [one[one.index("--beside-learner") + 1] if "--beside-learner" in one else "" for one in words] == beside
+    assert ("--beside-engines" in made[0].spec.arguments) == any(beside)
 
 
 def test_a_new_worker_that_gets_a_name_again_is_beside_no_learner(
@@ -265,6 +267,26 @@ def test_an_engine_of_ones_own_is_told_what_the_learner_leaves(tmp_path: Path, m
     colocated.limit_memory(run, engine, num_engines=2)
     learner = registry.backend_class(run).gpu_bytes(run, registry.algorithm(run))
     assert engine.taken == (80 * 2**30 - learner) // 2
+
+
+@pytest.mark.parametrize(("least", "kept"), [(2**34, 20 * 2**30 + colocated.KEPT_BYTES), (0, 0)])
+def test_a_learner_beside_engines_keeps_little_more_than_its_estimate(
+    monkeypatch: pytest.MonkeyPatch, least: int, kept: int
+) -> None:
+    """Unless the user has set the engines' share: then they reserve nothing by an estimate."""
+
+    class Backend:
+        kept = 0
+
+        def limit_memory(self, num_bytes: int) -> None:
+            self.kept = num_bytes
+
+    backend: Any = Backend()
+    run: Any = None
+    monkeypatch.setattr(colocated.registry, "engine_class", lambda _: SimpleNamespace(gpu_bytes=lambda _: least))
+    monkeypatch.setattr(colocated, "_learner_bytes", lambda _: 20 * 2**30)
+    colocated.limit_learner(run, backend)
+    assert backend.kept == kept
 
 
 def test_servers_and_pools_of_workers_are_processes_of_their_own_kind(
