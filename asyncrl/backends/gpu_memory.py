@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.layout import Layout
-from asyncrl.config.learner import VISION_TOWER, LearnerSection, LoraSection
+from asyncrl.config.learner import SMALLER_ROWS, VISION_TOWER, LearnerSection, LoraSection
 from asyncrl.data.model_folder import decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
@@ -201,18 +201,36 @@ def _phases(run: RunConfig, plan: MemoryPlan, state: _State, passes: float) -> t
 
 def describe_shortage(run: RunConfig, plan: MemoryPlan, *, total: int) -> str:
     """Return one line if the estimate of a phase with its activations exceeds ``total`` bytes; "" if all are below."""
-    found = phases(run, plan)
+    shapes = _read_policy(run)
+    models = _models(run, shapes)
+    found = _most_of_stages(run, plan, shapes, models)
     largest = max(found, key=lambda phase: phase.device)
     if largest.device <= total:
         return ""
-    recompute = "" if plan.recomputes_all else 'learner.options.recompute = "full" or '
-    remedy = f"{recompute}fewer learner.micro_batch_tokens"
+    remedy = "fewer learner.micro_batch_tokens and rollout.max_new_tokens"
     if (at_rest := max(phase.device for phase in found if phase.name != "step")) > total:
         remedy = f"more learner.ranks that share the model, as {at_rest / 2**30:.0f} GiB are without activations"
+    fits = (
+        words
+        for words, smaller, its in _smaller_passes(run, plan)
+        if max(phase.device for phase in _most_of_stages(smaller, its, shapes, models)) <= total
+    )
     return (
         f"learner: in its {largest.name} a rank needs about {largest.device / 2**30:.0f} GiB, and its GPU has "
-        f"{total / 2**30:.0f} GiB; if it runs out of memory, use {remedy}"
+        f"{total / 2**30:.0f} GiB; if it runs out of memory, use {next(fits, remedy)}"
     )
+
+
+def _smaller_passes(run: RunConfig, plan: MemoryPlan) -> Iterator[tuple[str, RunConfig, MemoryPlan]]:
+    """Yield passes that need less memory, the fastest first, after the run's own: in words, the run, and its plan."""
+    words = f"learner.micro_batch_tokens = {SMALLER_ROWS}", 'learner.options.recompute = "full"'
+    rows = min(SMALLER_ROWS, run.learner.micro_batch_tokens)
+    smaller = dataclasses.replace(run, learner=dataclasses.replace(run.learner, micro_batch_tokens=rows))
+    recomputed = dataclasses.replace(plan, recomputes_all=True)
+    yield "", run, plan
+    yield words[0], smaller, plan
+    yield words[1], run, recomputed
+    yield " and ".join(words), smaller, recomputed
 
 
 def learner_bytes(run: RunConfig, plan: MemoryPlan) -> int:
@@ -234,7 +252,7 @@ def refuse(
     """Raise ConfigError if weights, optimizer and, unless it can be on the host, one version cannot be in ``total``
     bytes of a GPU beside what CUDA takes there, whatever the row.
 
-    The error names what would fit with the run's rows, of layouts the smallest.
+    The error names what would fit, of layouts the smallest.
 
     is_possible  whether the model can be trained so
     """
@@ -249,13 +267,12 @@ def refuse(
         return beside + max(_least(state, plan, versions=versions) for state in _states(run, models, learner))
 
     def remedy(words: str, learner: LearnerSection = run.learner, **changes: Any) -> list[str]:
-        """Return the words, with full recomputation where it needs that to fit; nothing where it does not fit."""
+        """Return the words, with smaller passes where it needs them to fit; nothing where it does not fit."""
         changed = dataclasses.replace(run, learner=learner)
         its = models if learner.lora == run.learner.lora else _models(changed, shapes)
-        for recomputes in (plan.recomputes_all, True):
-            found = dataclasses.replace(plan, **changes, recomputes_all=recomputes)
-            if max(phase.device for phase in _most_of_stages(changed, found, shapes, its)) <= _FILLED * total:
-                return [words + ' (with learner.options.recompute = "full")' * (recomputes > plan.recomputes_all)]
+        for passes, smaller, found in _smaller_passes(changed, dataclasses.replace(plan, **changes)):
+            if max(phase.device for phase in _most_of_stages(smaller, found, shapes, its)) <= _FILLED * total:
+                return [words + (f" (with {passes})" if passes else "")]
         return []
 
     needed = least(run.learner)
@@ -285,7 +302,7 @@ def refuse(
     what = "weights, optimizer, one version and CUDA" if versions else "weights, gradients, optimizer and CUDA"
     raise ConfigError(
         f"learner: a rank needs {needed / 2**30:.0f} GiB for {what} without any activation, and its GPU has "
-        f"{total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model or fewer learner.micro_batch_tokens'}"
+        f"{total / 2**30:.0f} GiB; use {' or '.join(remedies) or 'a smaller model or fewer rollout.max_new_tokens'}"
     )
 
 

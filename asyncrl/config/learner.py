@@ -11,6 +11,9 @@ from asyncrl.config.layout import Layout
 
 VISION_TOWER: Final = r"^(model\.)?visual\."
 """Matches the names of a vision tower's weights."""
+SMALLER_ROWS: Final = 4096
+"""learner.micro_batch_tokens that is recommended where memory is short: less speed is lost than by full recomputation
+(docs/results/performance.md, "One GPU")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

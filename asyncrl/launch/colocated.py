@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,8 @@ from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.adapters import registry
 from asyncrl.backends.port import Backend, KeepsToShare, Offloads
 from asyncrl.config import RunConfig
+from asyncrl.config.learner import SMALLER_ROWS
+from asyncrl.config.toml_text import toml_text
 from asyncrl.engines.generation import Generation, PartialGeneration
 from asyncrl.engines.port import Engine, EngineStats, LimitsMemory, Pauses, SharesGpus
 from asyncrl.errors import ConfigError, EngineDied, EngineError
@@ -117,8 +120,8 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
 
     gpu_bytes  of such a GPU, if it is not this machine's
 
-    Raises ConfigError if that is less than an engine reserves at least (EngineAdapter.gpu_bytes), with the first remedy
-    of _SMALLER that would be enough.
+    Raises ConfigError if that is less than an engine reserves at least (EngineAdapter.gpu_bytes), with the fastest
+    smaller learner that would leave enough.
     """
     least = registry.engine_class(run).gpu_bytes(run)
     total = gpu_bytes or read_gpu_memory().total
@@ -126,13 +129,9 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
     share = (total - learner) // num_engines
     if not least or share >= least:
         return share
-    fits = [
-        words + (" in place of offload_optimizer" if _drops_offloading(run, options) else "")
-        for words, options, lora in _SMALLER
-        if (smaller := _smaller(run, options, lora)) and _fits(smaller, num_engines=num_engines, total=total)
-    ]
+    fits = (words for words, smaller in _smaller(run) if _fits(smaller, num_engines=num_engines, total=total))
     remedies = [
-        *fits[:1],
+        *itertools.islice(fits, 1),
         *(["fewer engines on this GPU"] if num_engines > 1 else []),
         "another GPU (rollout.gpus)",
         *(['run.offload = "both"'] if run.run.colocated else []),
@@ -145,42 +144,43 @@ def engine_share(run: RunConfig, *, num_engines: int, gpu_bytes: int = 0) -> int
     )
 
 
-_SMALLER: Final[Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]] = (
-    ('learner.options.recompute = "full"', {"recompute": "full"}, {}),
-    (
-        'learner.options.recompute = "full" with offload_optimizer = true',
-        {"recompute": "full", "offload_optimizer": True},
-        {},
-    ),
-    (
-        'learner.options.recompute = "full" with optimizer_device = "cpu"',
-        {"recompute": "full", "optimizer_device": "cpu", "offload_optimizer": False},
-        {},
-    ),
-    (
-        'learner.lora.publish = "adapter" with learner.options.recompute = "full"',
-        {"recompute": "full"},
-        {"publish": "adapter"},
-    ),
-    (
-        'learner.lora.rank = 32 with learner.lora.publish = "adapter" and learner.options.recompute = "full"',
-        {"recompute": "full"},
-        {"rank": 32, "publish": "adapter"},
-    ),
+_STATES: Final[Sequence[Mapping[str, Any]]] = (
+    {},
+    {"options.offload_optimizer": True},
+    {"options.optimizer_device": "cpu", "options.offload_optimizer": False},
+    {"lora.publish": "adapter"},
+    {"lora.rank": 32, "lora.publish": "adapter"},
 )
-"""Learners that need less, the fastest first: in words, and their settings of [learner.options] and [learner.lora]."""
+"""Settings that leave less state on the GPU, the fastest first."""
 
 
-def _smaller(run: RunConfig, options: Mapping[str, Any], lora: Mapping[str, Any]) -> RunConfig | None:
-    """Return the run with these settings; None if it cannot have them."""
-    learner = dataclasses.replace(run.learner, options={**run.learner.options, **options})
+def _smaller(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield the run with learners that need less, the fastest first, each after the words that say what differs."""
+    own = {f"options.{key}": value for key, value in run.learner.options.items()}
+    own["options.offload_optimizer"] = bool(own.get("options.offload_optimizer"))
+    own |= {"micro_batch_tokens": run.learner.micro_batch_tokens, "lora.publish": run.learner.lora.publish}
+    rows = {"micro_batch_tokens": min(SMALLER_ROWS, run.learner.micro_batch_tokens)}
+    full = {"options.recompute": "full"}
+    for state, passes in itertools.product(_STATES, ({}, rows, full, rows | full)):
+        settings = {key: value for key, value in {**state, **passes}.items() if own.get(key) != value}
+        if smaller := _with(run, settings):
+            yield " and ".join(f"learner.{key} = {toml_text(value)}" for key, value in settings.items()), smaller
+
+
+def _with(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig | None:
+    """Return the run with these settings of its learner; None if it cannot have them."""
+    of_section: dict[str, dict[str, Any]] = {"": {}, "options": {}, "lora": {}}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        of_section[section][name] = value
+    changes, lora = of_section[""], of_section["lora"]
     if lora:
         takes_adapters = all("adapters" in its(run).takes for its in (registry.engine_class, registry.channel_class))
         if run.weights.quantization or not takes_adapters or ("rank" in lora) == bool(run.learner.lora.rank):
             return None  # quantized versions are merged, and a rank is for runs without adapters
-        adapters = dataclasses.replace(learner.lora, **lora)
-        learner = dataclasses.replace(learner, lora=adapters, freeze=(), train_only=())
-    smaller = dataclasses.replace(run, learner=learner)
+        changes |= {"lora": dataclasses.replace(run.learner.lora, **lora), "freeze": (), "train_only": ()}
+    options = {**run.learner.options, **of_section["options"]}
+    smaller = dataclasses.replace(run, learner=dataclasses.replace(run.learner, options=options, **changes))
     try:
         registry.backend_class(run).check(smaller)
     except ConfigError:
@@ -195,10 +195,6 @@ def _fits(run: RunConfig, *, num_engines: int, total: int) -> bool:
     except ConfigError:
         return False
     return left >= num_engines * registry.engine_class(run).gpu_bytes(run)
-
-
-def _drops_offloading(run: RunConfig, options: Mapping[str, Any]) -> bool:
-    return bool(run.learner.options.get("offload_optimizer")) and not options.get("offload_optimizer", True)
 
 
 def _fits_in_turns(run: RunConfig, *, total: int) -> bool:

@@ -110,9 +110,10 @@ def test_a_new_worker_that_gets_a_name_again_is_beside_no_learner(
     ("gib", "overrides", "remedy"),
     [
         (80, ["rollout.workers=1"], ""),
-        (48, ["rollout.workers=1"], 'learner.options.recompute = "full" or another GPU'),
-        (24, ["rollout.workers=1"], 'learner.lora.rank = 32 with learner.lora.publish = "adapter"'),
-        (24, ["rollout.workers=1", "learner.lora.rank=32"], 'use learner.lora.publish = "adapter" with learner'),
+        (48, ["rollout.workers=1"], "use learner.micro_batch_tokens = 4096 or another GPU"),
+        (48, ["rollout.max_new_tokens=16384"], 'use learner.options.recompute = "full" or another GPU'),
+        (24, ["rollout.workers=1"], 'learner.lora.rank = 32 and learner.lora.publish = "adapter" and learner'),
+        (24, ["rollout.workers=1", "learner.lora.rank=32"], 'use learner.lora.publish = "adapter" and learner'),
         (24, ["rollout.workers=1", "weights.quantization=fp8"], "use another GPU"),
         (24, ["rollout.workers=1", "weights.channel=nccl"], "use another GPU"),
         (12, ["rollout.workers=1"], "use another GPU"),
@@ -129,12 +130,27 @@ def test_a_new_worker_that_gets_a_name_again_is_beside_no_learner(
 def test_an_engine_that_finds_no_room_beside_the_learner_is_refused_with_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, overrides: list[str], remedy: str
 ) -> None:
-    """Qwen3-0.6B: the learner may need 50 GiB, 24 with recomputation, 10 with adapters too, and an engine 13."""
+    """Qwen3-0.6B: the learner may need 50 GiB, 26 in smaller rows, 10 with recomputation and adapters, an engine 13."""
     run = of_qwen(tmp_path, monkeypatch, *overrides, gib=gib)
     with contextlib.ExitStack() as stack:
         if remedy:
             stack.enter_context(pytest.raises(ConfigError, match=re.escape(remedy)))
         assert gpus.placement(run).workers == ((0,),)
+
+
+@pytest.mark.parametrize("gib", [24, 30, 36, 48])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["learner.lora.rank=32"], ["rollout.max_new_tokens=8192"], ["learner.options={offload_optimizer=true}"]],
+)
+def test_the_settings_that_are_named_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, overrides: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match="use") as refused:
+        gpus.placement(of_qwen(tmp_path, monkeypatch, *overrides, gib=gib))
+    remedy = str(refused.value).partition("; use ")[2].partition(" or ")[0]
+    named = [item.replace(" = ", "=") for item in remedy.split(" and ")]
+    assert gpus.placement(of_qwen(tmp_path, monkeypatch, *overrides, *named, gib=gib)).workers == ((0,),)
 
 
 @pytest.mark.parametrize("adapters", [[], ["learner.lora.rank=32"]])
@@ -143,6 +159,7 @@ def test_adapters_are_offered_only_where_the_engine_finds_room_for_its_own_copie
 ) -> None:
     """For its copies of adapters an engine reserves 0.3 GiB more than without."""
     remedies = ["learner.lora.rank=32", "learner.lora.publish=adapter", "learner.options.recompute=full"]
+    remedies += ["learner.micro_batch_tokens=4096"]
     own = of_qwen(tmp_path, monkeypatch, *remedies, gib=80)
     learner = registry.backend_class(own).gpu_bytes(own, registry.algorithm(own), total=24 * 2**30)
     needed = learner + registry.engine_class(own).gpu_bytes(own)
