@@ -51,6 +51,6 @@ def step_seconds(run: RunConfig, model: Path) -> float:
     """The page's estimate of a step of the learner."""
     shape = huggingface.read_shape(model)
     tokens = run.learner.groups_per_batch * run.rollout.group_size * run.rollout.max_new_tokens / 2
-    passes = 6.0 if run.learner.lora.rank else 6.0 * 4 / 3
+    passes = (4.0 if run.learner.lora.rank else 6.0) + 2.0 * (run.learner.options.get("recompute") == "full")
     rate = run.learner.ranks * flops.PEAK_BF16["H100"] * (0.2 if shape.experts else 0.4)
     return passes * flops.matrix_parameters(shape) * tokens / rate

@@ -27,7 +27,8 @@ class Options:
     """With several ranks, shard the float32 weights and AdamW's moments over them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation. selective: only cheap activations (norms and gates); saves a fifth of the memory at
-    almost no cost. full: all but one activation per layer; a third more work.
+    almost no cost. full: all but one activation per layer; a third more work, and more than smaller
+    learner.micro_batch_tokens cost.
     """
     offload_optimizer: bool = False
     """Keep AdamW's moments in host memory: 8 bytes a parameter, which every step copies to the device and back."""
