@@ -159,8 +159,8 @@ def _smaller(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     own = {f"options.{key}": value for key, value in run.learner.options.items()}
     own["options.offload_optimizer"] = bool(own.get("options.offload_optimizer"))
     own |= {"micro_batch_tokens": run.learner.micro_batch_tokens, "lora.publish": run.learner.lora.publish}
-    rows = {"micro_batch_tokens": min(SMALLER_ROWS, run.learner.micro_batch_tokens)}
-    full = {"options.recompute": "full"}
+    rows: dict[str, Any] = {"micro_batch_tokens": min(SMALLER_ROWS, run.learner.micro_batch_tokens)}
+    full: dict[str, Any] = {"options.recompute": "full"}
     for state, passes in itertools.product(_STATES, ({}, rows, full, rows | full)):
         settings = {key: value for key, value in {**state, **passes}.items() if own.get(key) != value}
         if smaller := _with(run, settings):
