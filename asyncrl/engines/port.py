@@ -24,6 +24,7 @@ class EngineStats:
     running           sequences being decoded
     queued            sequences that wait for a slot
     context_tokens    tokens of the running sequences so far, prompts included; 0 if the engine does not know
+    cache_tokens      tokens whose keys and values the engine has room for; 0 if it does not know
     tokens_generated  tokens since start
     is_live           tokens_generated rises with every token, not only with complete answers; if it stalls, the engine
                       has stalled
@@ -33,6 +34,7 @@ class EngineStats:
     running: int = 0
     queued: int = 0
     context_tokens: int = 0
+    cache_tokens: int = 0
     tokens_generated: int = 0
     is_live: bool = False
     is_away: bool = False

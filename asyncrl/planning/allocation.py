@@ -100,13 +100,15 @@ def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequenc
     context = context_of(lengths, prompt_tokens=plan.prompt_tokens)
 
     def rate(split: Split) -> float:
-        running = max(1.0, min(timing.capacity, window / (split.engines + split.beside)))
-        sampled = plan.kept * running / timing.decode_step(running, running * context)  # by an engine alone
+        def sampled(its: Timing) -> float:  # by an engine alone
+            running = max(1.0, min(its.capacity, window / (split.engines + split.beside)))
+            return plan.kept * running / its.decode_step(running, running * context)
+
+        own, beside = split.engines * sampled(timing), split.beside * sampled(timing.beside)
         slowdown = timing.train_beside if split.beside else 1.0
         training = slowdown * timing.train_step(packed, machines=split.copies)
-        meanwhile = training * sampled * (split.engines + split.beside / timing.decode_beside)
-        left = max(0.0, batch - meanwhile) / (sampled * (split.engines + split.beside))
-        return batch / (training + left)
+        meanwhile = training * (own + beside / timing.decode_beside)
+        return batch / (training + max(0.0, batch - meanwhile) / (own + beside))
 
     def near_best(kind: Sequence[Split]) -> Sequence[Split]:
         best = max(range(len(kind)), key=lambda place: rate(kind[place]), default=0)

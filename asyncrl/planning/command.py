@@ -153,7 +153,13 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
             f"{engine.num_unfinished} answers were unfinished when time was up, so the longest are missing; "
             "give more --seconds"
         )
-    if engine.most_running < 0.5 * run_config.rollout.max_running:
+    for place, capacity in (("the", found.timing.capacity), ("beside the learner the", found.timing.capacity_beside)):
+        if 0 < capacity < run_config.rollout.max_running:
+            yield (
+                f"rollout.max_running is {run_config.rollout.max_running}, but {place} engine's memory has room for "
+                f"the keys and values of about {capacity} samples"
+            )
+    if engine.most_running < 0.5 * min(run_config.rollout.max_running, found.timing.capacity):
         yield few_running(run_config, engine.most_running)
     if found.apart:
         yield f"no engine on the learner's GPUs is planned: {found.apart}"

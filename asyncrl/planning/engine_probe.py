@@ -43,13 +43,14 @@ LEVELS: Final = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMeasured:
     """groups: complete ones, as sampled;  num_failed: groups without an answer;  num_unfinished: answers in progress at
-    the end;  most_running: maximum number of sequences at once"""
+    the end;  most_running: maximum number of sequences at once;  cache_tokens: see EngineStats"""
 
     readings: tuple[DecodeReading, ...]
     groups: tuple[TrajectoryGroup, ...]
     num_failed: int
     num_unfinished: int
     most_running: float
+    cache_tokens: int
 
 
 def measure_engine(
@@ -103,7 +104,7 @@ class _Probe(Actor):
         self._groups: list[TrajectoryGroup] = []
         self._failed: list[str] = []
         self._looks: list[DecodeReading] = []
-        self._num_unfinished = 0
+        self._num_unfinished = self._cache_tokens = 0
         self._arrived = asyncio.Event()
 
     async def start(self) -> None:
@@ -157,6 +158,7 @@ class _Probe(Actor):
             groups=tuple(self._groups),
             num_failed=len(self._failed),
             num_unfinished=self._num_unfinished,
+            cache_tokens=self._cache_tokens,
             most_running=max((look.running for look in self._looks), default=0.0),
         )
 
@@ -184,10 +186,23 @@ class _Probe(Actor):
             await asyncio.sleep(LOOK_SECONDS)
             before, began = stats, since
             stats, since = self._worker.engine_stats(), time.monotonic()
-            running = (before.running + stats.running) / 2
             tokens = stats.tokens_generated - before.tokens_generated
-            context = (before.context_tokens + stats.context_tokens) / 2
+            running, context = in_cache(
+                (before.running + stats.running) / 2,
+                (before.context_tokens + stats.context_tokens) / 2,
+                room=stats.cache_tokens,
+            )
+            self._cache_tokens = stats.cache_tokens
             self._looks.append(DecodeReading(running=running, tokens=tokens, seconds=since - began, context=context))
+
+
+def in_cache(running: float, context: float, *, room: int) -> tuple[float, float]:
+    """Return how many of the sequences fit into a cache of ``room`` tokens, and their tokens. The others wait in the
+    server.
+
+    context: tokens of all of them;  room: 0 if it is unknown
+    """
+    return (running * room / context, room) if 0 < room < context else (running, context)
 
 
 def joined(looks: Iterable[DecodeReading]) -> Iterator[DecodeReading]:

@@ -101,17 +101,17 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         engine = in_process(measure_engine, alone, seconds=seconds)
         tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
         learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
-        measured, apart = timing_of(run, engine, learner), ""
+        lengths, asked = [lengths_of(group) for group in engine.groups], plan_of(run, engine)
+        context = context_of(lengths, prompt_tokens=asked.prompt_tokens)
+        measured, apart = timing_of(run, engine, learner, context=context), ""
         if shares:
             tells(f"starting both on the same GPUs, then measuring them for {seconds:.0f} s ...")
             try:
-                measured = measure_together(alone, engine.groups, measured, seconds=seconds)
+                measured = measure_together(alone, engine.groups, measured, context=context, seconds=seconds)
             except Exception as error:  # errors for a lack of memory depend on the backend
                 apart, splits = str(error).partition("\n")[0], [split for split in splits if not split.beside]
                 if not splits:
                     raise
-    lengths = [lengths_of(group) for group in engine.groups]
-    asked = plan_of(run, engine)
     timing = during_steps(measured, run.rollout.beside_learner)
     now = split_of(run, units)
     tried = likely(_possible(run, units, splits), asked, timing, lengths)
@@ -135,7 +135,7 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         timing=measured,
         engine=engine,
         learner=learner,
-        context=context_of(lengths, prompt_tokens=asked.prompt_tokens),
+        context=context,
         apart=apart,
         kept=asked.kept,
         found=tuple(found),
@@ -146,22 +146,32 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     )
 
 
-def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured) -> Timing:
+def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured, *, context: float) -> Timing:
+    """context: tokens of a running sequence on average"""
     step, sequence, context = fit_decode(engine.readings)
     rate, constant = fit_training(learner.readings)
     return Timing(
         seconds_per_token=step,
         seconds_per_sequence=sequence,
         seconds_per_context=context,
-        capacity=run.rollout.max_running,
+        capacity=capacity_of(run, engine, context=context),
         load_seconds=LOAD_SECONDS,
         train_tokens_per_second=rate,
         train_seconds=constant,
     )
 
 
-def measure_together(run: RunConfig, groups: Sequence[TrajectoryGroup], alone: Timing, *, seconds: float) -> Timing:
-    """Measure engine and learner at once on the same GPUs; return ``alone`` with how much they slow each other down.
+def capacity_of(run: RunConfig, engine: EngineMeasured, *, context: float) -> int:
+    """Return how many sequences run at once: rollout.max_running, or as many as the engine's cache has room for."""
+    most = run.rollout.max_running
+    return min(most, max(1, int(engine.cache_tokens / context))) if engine.cache_tokens else most
+
+
+def measure_together(
+    run: RunConfig, groups: Sequence[TrajectoryGroup], alone: Timing, *, context: float, seconds: float
+) -> Timing:
+    """Measure engine and learner at once on the same GPUs; return ``alone`` with how much they slow each other down,
+    and the smaller cache.
 
     Raises ConfigError if there is no room for both, and errors of either.
     """
@@ -173,7 +183,8 @@ def measure_together(run: RunConfig, groups: Sequence[TrajectoryGroup], alone: T
         wait(both, return_when=FIRST_EXCEPTION)
         together.give_up()
     decode, train = slowdowns(alone, engine.result().readings, learner.result().readings)
-    return dataclasses.replace(alone, decode_beside=decode, train_beside=train)
+    capacity = capacity_of(run, engine.result(), context=context)
+    return dataclasses.replace(alone, decode_beside=decode, train_beside=train, capacity_beside=capacity)
 
 
 def during_steps(timing: Timing, way: str) -> Timing:

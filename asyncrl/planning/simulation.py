@@ -14,7 +14,7 @@ import random
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ class Timing:
     seconds_per_context   c: additional time of a decode step per token of the running sequences, prompts included:
                           reading its keys and values
     capacity              sequences that run at once; further ones queue
+    capacity_beside       the same of an engine on the learner's GPUs, whose cache is smaller; 0: as many
     load_seconds          pause of decoding while new weights are loaded
     train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines takes T / (m x rate) + constant
     decode_beside         factor of a decode step while the learner trains on the same GPUs
@@ -52,8 +53,14 @@ class Timing:
     train_tokens_per_second: float
     train_seconds: float
     seconds_per_context: float = 0.0
+    capacity_beside: int = 0
     decode_beside: float = 1.0
     train_beside: float = 1.0
+
+    @property
+    def beside(self) -> Timing:
+        """The timing of an engine on the learner's GPUs."""
+        return replace(self, capacity=self.capacity_beside or self.capacity)
 
     def decode_step(self, running: float, context: float = 0.0) -> float:
         return self.seconds_per_token + self.seconds_per_sequence * running + self.seconds_per_context * context
@@ -374,9 +381,9 @@ class Ideal:
 
     def run(self) -> Reached:
         self.window = self.plan.window
-        self.engines = [
-            _Engine(Decoding(self.timing, prompt_tokens=self.plan.prompt_tokens)) for _ in range(self.plan.workers)
-        ]
+        own, beside = self.plan.workers - self.plan.beside, self.plan.beside
+        timings = [*itertools.repeat(self.timing.beside, beside), *itertools.repeat(self.timing, own)]
+        self.engines = [_Engine(Decoding(timing, prompt_tokens=self.plan.prompt_tokens)) for timing in timings]
         tokens, since, trained_before, busy_before = 0, 0.0, 0.0, 0.0
         self._move()
         while self.steps_done < self.plan.steps:

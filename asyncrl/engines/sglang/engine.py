@@ -267,7 +267,7 @@ class SGLangEngine(EngineAdapter):
         self._reports_experts = reports_experts
         self._reports_support = reports_support
         self._has_drafts = has_drafts
-        self._context_tokens = 2**31  # until the server is asked
+        self._context_tokens, self._cache_tokens = 2**31, 0  # until the server is asked
         self._stops = StopReader(model_path, self._reader)
         self._has_spans = False
         self._late_tokens = 1
@@ -448,6 +448,7 @@ class SGLangEngine(EngineAdapter):
             running=self._places.running,
             queued=self._places.queued,
             context_tokens=0 if self._has_spans else sum(reply.num_context_tokens for reply in self._replies),
+            cache_tokens=self._cache_tokens,
             tokens_generated=self._tokens_generated,
             is_live=not self._has_spans,  # without spans, replies are streamed
             is_away=self._loader.is_held,
@@ -570,6 +571,7 @@ class SGLangEngine(EngineAdapter):
         self._context_tokens = context_of_server(
             info, self._options, url=self.url, device=self._device, of_model=self._model.context_tokens
         )
+        self._cache_tokens = int(info.get("max_total_num_tokens") or 0) * int(info.get("dp_size") or 1)
         stamp = str(model.get("weight_version", ""))
         if is_ours and stamp != self._stamps.format(self._first_version):
             raise EngineDied(f"the server at {self.url} is not the one started here: it serves weights {stamp!r}")

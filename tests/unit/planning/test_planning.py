@@ -16,6 +16,7 @@ from asyncrl.config.run import Mode
 from asyncrl.messages import VersionSpan
 from asyncrl.planning import command
 from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
+from asyncrl.planning.engine_probe import in_cache
 from asyncrl.planning.plan import during_steps
 from asyncrl.planning.simulation import (
     DecodeReading,
@@ -49,13 +50,21 @@ def timing(*, decode: float, train: float) -> Timing:
     )
 
 
-@pytest.mark.parametrize(("rate", "every", "said"), [("2e-6", 1, []), ("2e-5", 2, ["not simulated", "is 0.00016"])])
+@pytest.mark.parametrize(
+    ("rate", "every", "room", "said"),
+    [
+        ("2e-6", 1, 0, []),
+        ("2e-5", 2, 0, ["not simulated", "is 0.00016"]),
+        ("2e-6", 1, 8, ["beside the learner the engine's memory has room for the keys and values of about 8 samples"]),
+    ],
+)
 def test_a_plan_says_what_speaks_against_its_bound_and_what_it_leaves_out(
-    rate: str, every: int, said: list[str]
+    rate: str, every: int, room: int, said: list[str]
 ) -> None:
     run = config.load(ROOT / "examples" / "gpu.toml", [f"learner.learning_rate={rate}", f"weights.every_steps={every}"])
     found: Any = SimpleNamespace(
         engine=SimpleNamespace(num_failed=0, num_unfinished=0, most_running=run.rollout.max_running),
+        timing=SimpleNamespace(capacity=run.rollout.max_running, capacity_beside=room),
         learner=SimpleNamespace(larger=None),
         apart="",
         best=SimpleNamespace(max_staleness=8),
@@ -147,6 +156,20 @@ def test_an_engine_that_pauses_for_the_steps_leaves_the_learner_its_speed() -> N
     for shared, rate in ((during_steps(sliced, "sample"), 25), (during_steps(sliced, "pause"), 40)):
         (found,) = predict(PLAN, shared, LENGTHS, splits=[Split(1, 0, beside=1)], bounds=[8])
         assert found.reached.tokens_per_second == pytest.approx(rate, rel=0.02)
+
+
+def test_sequences_that_find_no_room_in_the_cache_do_not_run() -> None:
+    assert in_cache(256, 170_000, room=113_000) == (pytest.approx(170, abs=1), 113_000)
+    assert in_cache(256, 100_000, room=113_000) == in_cache(256, 100_000, room=0) == (256, 100_000)
+
+
+def test_an_engine_beside_the_learner_runs_no_more_sequences_than_its_cache_holds() -> None:
+    """A decode step of 1 s however many run: half of the sequences are half of the tokens."""
+    alone = dataclasses.replace(timing(decode=1e9, train=1e9), seconds_per_token=1.0, capacity=16)
+    half = dataclasses.replace(alone, capacity_beside=8)
+    for split, share in ((Split(1, 0, beside=1), 0.5), (Split(1, 1), 1.0)):
+        most, found = (predict(PLAN, its, LENGTHS, splits=[split], bounds=[8])[0].reached for its in (alone, half))
+        assert found.tokens_per_second == pytest.approx(share * most.tokens_per_second, rel=0.02)
 
 
 @pytest.mark.parametrize(("rate", "is_said"), [(101, False), (120, True)])
