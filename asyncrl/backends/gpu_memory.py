@@ -23,7 +23,7 @@ from asyncrl.backends.frozen import is_trained
 from asyncrl.config.adapter import RunConfig
 from asyncrl.config.layout import Layout
 from asyncrl.config.learner import SMALLER_ROWS, VISION_TOWER, LearnerSection, LoraSection
-from asyncrl.data.model_folder import decoder_config
+from asyncrl.data.model_folder import context_of, decoder_config
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching import prefixes
 from asyncrl.tensors import int4
@@ -207,7 +207,8 @@ def describe_shortage(run: RunConfig, plan: MemoryPlan, *, total: int) -> str:
     largest = max(found, key=lambda phase: phase.device)
     if largest.device <= total:
         return ""
-    remedy = "fewer learner.micro_batch_tokens and rollout.max_new_tokens"
+    longest = "max_context_tokens" if run.rollout.max_context_tokens else "max_new_tokens"
+    remedy = f"fewer learner.micro_batch_tokens and rollout.{longest}"
     if (at_rest := max(phase.device for phase in found if phase.name != "step")) > total:
         remedy = f"more learner.ranks that share the model, as {at_rest / 2**30:.0f} GiB are without activations"
     fits = (
@@ -281,7 +282,9 @@ def refuse(
     remedies = []
     if not run.learner.lora.rank:
         lora = dataclasses.replace(run.learner.lora, rank=_RANK)
-        remedies += remedy("learner.lora", dataclasses.replace(run.learner, lora=lora, freeze=(), train_only=()))
+        learner = dataclasses.replace(run.learner, lora=lora, freeze=(), train_only=())
+        is_part = run.learner.freeze or run.learner.train_only
+        remedies += remedy("learner.lora" + (" without freeze and train_only" if is_part else ""), learner)
     if versions and not run.run.colocated:
         remedies += remedy('learner.options.exports = "host"', exports_to="host")
     if not plan.updates_on_host:
@@ -665,7 +668,7 @@ def _passes(run: RunConfig, plan: MemoryPlan, shapes: Shapes, stage: int) -> flo
     feed_forward = of_expert * (config.get("num_experts_per_tok") or 1) + shared
     # A layer keeps the inputs of its norms and products, the attention's inputs and output, the gate and its product.
     of_token = 2 * hidden if recomputes_all else 2 * (3 * hidden + 3.7 * attention + 3 * feed_forward)
-    tokens, rows = _row_tokens(run) / (layout.tensor * layout.context), _rows_in_flight(layout, stage)
+    tokens, rows = _row_tokens(run, config) / (layout.tensor * layout.context), _rows_in_flight(layout, stage)
     kept = tokens * of_token * _stages(run.learner, layers).count(stage) * rows + _chosen_keys(run, config)
     kept += _passes_of_tower(run, whole, shapes) * rows if stage == 0 else 0.0
     # While a layer is differentiated:
@@ -679,9 +682,9 @@ def _passes(run: RunConfig, plan: MemoryPlan, shapes: Shapes, stage: int) -> flo
     return float(_FRAGMENTED * (kept + (max(of_head, of_layer) if recomputes_all else of_head + of_layer)))
 
 
-def _row_tokens(run: RunConfig) -> int:
+def _row_tokens(run: RunConfig, config: Mapping[str, Any]) -> int:
     """Return the tokens of the largest micro-batch: a trajectory that is longer than the others' has its own."""
-    return max(run.learner.micro_batch_tokens, run.most_trajectory_tokens)
+    return max(run.learner.micro_batch_tokens, min(run.most_trajectory_tokens, context_of(config)))
 
 
 def _rows_in_flight(layout: Layout, stage: int) -> float:
@@ -707,12 +710,12 @@ def _passes_of_tower(run: RunConfig, config: dict[str, Any], shapes: Shapes) -> 
     # Counted on a CPU in Qwen2.5-VL's layers (RMSNorm in float32, gated) and in Qwen3-VL's (LayerNorm, not gated).
     of_hidden, of_feed_forward = (30, 8) if tower.get("hidden_act") == "silu" else (22, 4)
     of_layer = of_hidden * tower.get("hidden_size", 0) + of_feed_forward * tower.get("intermediate_size", 0)
-    return float(_PATCHES_PER_TOKEN * _row_tokens(run) * tower.get("depth", 0) * of_layer)
+    return float(_PATCHES_PER_TOKEN * _row_tokens(run, decoder_config(config)) * tower.get("depth", 0) * of_layer)
 
 
 def _logits(run: RunConfig, config: dict[str, Any]) -> float:
     """Return the bytes of all logits of a row, which every rank of a copy of the model has."""
-    return float(_LOGITS_BYTES * _row_tokens(run) * config.get("vocab_size", 0))
+    return float(_LOGITS_BYTES * _row_tokens(run, config) * config.get("vocab_size", 0))
 
 
 def _copied_keys(run: RunConfig, config: dict[str, Any]) -> float:
@@ -727,7 +730,7 @@ def _copied_keys(run: RunConfig, config: dict[str, Any]) -> float:
 def _chosen_keys(run: RunConfig, config: dict[str, Any]) -> float:
     """Return the bytes of the choices of sparse attention: of one layer, and of those that later layers use."""
     most, layout = config.get("index_topk") or 0, run.learner.layout
-    tokens = _row_tokens(run)
+    tokens = _row_tokens(run, config)
     if not 0 < most < tokens:
         return 0.0
     kinds = config.get("indexer_types") or []

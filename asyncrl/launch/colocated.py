@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -105,13 +105,21 @@ def limit_memory(run: RunConfig, engine: Engine, *, num_engines: int) -> None:
         engine.limit_memory(share)
 
 
+def limits_learner(run: RunConfig, workers: Iterable[str]) -> bool:
+    """Return whether one of these workers, which are beside the learner, takes all that the learner is estimated to
+    leave, and keeps it while the learner trains."""
+    runs = (run.of_pool(run.pool_workers.get(name, "")) for name in workers)
+    stays = not run.run.colocated or run.run.offload == "learner"
+    return stays and any(registry.engine_class(its).gpu_bytes(its) for its in runs)
+
+
 def limit_learner(run: RunConfig, backend: Backend) -> None:
     """Let a learner beside engines keep little more memory than it may need.
 
     Torch keeps what it has freed, in pieces that other rows do not fit into: 6 GiB more than the estimate at 8B, after
     which an engine found no room for the tensors of a load.
     """
-    if isinstance(backend, KeepsToShare) and registry.engine_class(run).gpu_bytes(run):
+    if isinstance(backend, KeepsToShare):
         backend.limit_memory(_learner_bytes(run) + KEPT_BYTES)
 
 
@@ -164,7 +172,10 @@ def _smaller(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     for state, passes in itertools.product(_STATES, ({}, rows, full, rows | full)):
         settings = {key: value for key, value in {**state, **passes}.items() if own.get(key) != value}
         if smaller := _with(run, settings):
-            yield " and ".join(f"learner.{key} = {toml_text(value)}" for key, value in settings.items()), smaller
+            whole = smaller.learner.freeze == run.learner.freeze
+            whole &= smaller.learner.train_only == run.learner.train_only
+            words = " and ".join(f"learner.{key} = {toml_text(value)}" for key, value in settings.items())
+            yield words + (" without freeze and train_only" if not whole else ""), smaller
 
 
 def _with(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig | None:

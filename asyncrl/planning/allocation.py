@@ -89,6 +89,10 @@ class Predicted:
     max_staleness: int
     reached: Reached
 
+    @property
+    def rate(self) -> float:
+        return self.reached.tokens_per_second
+
 
 def likely(splits: Sequence[Split], plan: Plan, timing: Timing, lengths: Sequence[Sequence[int]]) -> list[Split]:
     """Return the splits around the one where engines and learner are equally fast by arithmetic; only these need a
@@ -163,10 +167,6 @@ def predict(
 
 def recommended(found: Sequence[Predicted]) -> Predicted:
     """Return the prediction with the lowest bound, then the highest rate, among those that reach ENOUGH of the best."""
-    most = max(_rate(one) for one in found)
-    enough = [one for one in found if _rate(one) >= ENOUGH * most]
-    return min(enough, key=lambda one: (one.max_staleness, -_rate(one)))
-
-
-def _rate(one: Predicted) -> float:
-    return one.reached.tokens_per_second
+    most = max(one.rate for one in found)
+    enough = [one for one in found if one.rate >= ENOUGH * most]
+    return min(enough, key=lambda one: (one.max_staleness, -one.rate))

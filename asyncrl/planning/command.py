@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.cli import arguments
@@ -62,7 +62,7 @@ def _told(what: str) -> None:
 
 
 def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
-    timing, best, full = found.timing, found.best, round(found.engine.most_running)
+    timing, full = found.timing, round(found.engine.most_running)
     lengths = _lengths(found)
     yield (
         f"engine    a decode step takes {1e3 * timing.decode_step(1, found.context):.1f} ms with one sequence and "
@@ -81,22 +81,23 @@ def _lines(run_config: RunConfig, found: Allocation) -> Iterator[str]:
             f"{timing.train_beside:.2f} times"
         )
     yield "learner+engines  max_staleness  trained tokens/s  learner busy  engines busy"
+    recommended, _ = found.recommended
     for one in sorted(found.found, key=lambda one: (one.split, one.max_staleness)):
-        marks = [" best"] if one == best else []
-        marks += [" run file"] if found.now is not None and one == found.now else []
-        yield (
-            f"{found.units.shown(one.split):>15}  {one.max_staleness:13d}  {one.reached.tokens_per_second:16,.0f}  "
-            f"{one.reached.learner_busy:12.0%}  {one.reached.engines_busy:12.0%} {','.join(marks)}"
-        )
+        yield _line(found, one, [*([" best"] * (one == recommended)), *([" run file"] * (one == found.now))])
     if found.other is not None:
-        yield (
-            f'with rollout.beside_learner = "{found.other_way}" the best would train '
-            f"{found.other.reached.tokens_per_second:,.0f} tokens/s"
-        )
+        way = f' with rollout.beside_learner = "{found.other_way}"'
+        yield _line(found, found.other, [*([" best"] * (found.other == recommended)), way])
     yield from (f"note: {note}" for note in notes(run_config, found))
     yield ""
     for section, key, value in settings(run_config, found):
         yield f"--set {section}.{key}={value}"
+
+
+def _line(found: Allocation, one: Predicted, marks: Sequence[str]) -> str:
+    return (
+        f"{found.units.shown(one.split):>15}  {one.max_staleness:13d}  {one.rate:16,.0f}  "
+        f"{one.reached.learner_busy:12.0%}  {one.reached.engines_busy:12.0%} {','.join(marks)}"
+    )
 
 
 def _lengths(found: Allocation) -> list[int]:
@@ -108,9 +109,7 @@ def _lengths(found: Allocation) -> list[int]:
 
 def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, int | str]]:
     """Return (section, key, value) for the recommended keys of the run file."""
-    from asyncrl.planning.allocation import ENOUGH
-
-    best = found.best
+    best, is_other = found.recommended
     keys: list[tuple[str, str, int | str]] = [
         ("learner", "ranks", best.split.copies * found.units.copy),
         ("rollout", "workers", best.split.engines + best.split.beside),
@@ -123,7 +122,7 @@ def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, i
         keys += [(section, "gpus", "[]") for section in ("learner", "rollout") if getattr(run_config, section).gpus]
     if run_config.run.mode == "async":
         keys.append(("staleness", "max_staleness", best.max_staleness))
-    if found.other is not None and best.reached.tokens_per_second < ENOUGH * found.other.reached.tokens_per_second:
+    if is_other:
         keys.append(("rollout", "beside_learner", found.other_way))
     if found.learner.larger is not None and found.learner.larger > 1.05:
         from asyncrl.planning.learner_probe import LARGER_ROWS
@@ -144,7 +143,7 @@ def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
     ):
         if is_set:
             yield f"{key} is not simulated"
-    if run_config.run.mode == "async" and (problem := _beyond(run_config, found.best.max_staleness)):
+    if run_config.run.mode == "async" and (problem := _beyond(run_config, found.recommended[0].max_staleness)):
         yield problem
     if engine.num_failed:
         yield f"{engine.num_failed} of {engine.num_failed + len(engine.groups)} groups failed"

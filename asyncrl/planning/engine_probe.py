@@ -186,23 +186,11 @@ class _Probe(Actor):
             await asyncio.sleep(LOOK_SECONDS)
             before, began = stats, since
             stats, since = self._worker.engine_stats(), time.monotonic()
+            running = (before.running + stats.running) / 2
             tokens = stats.tokens_generated - before.tokens_generated
-            running, context = in_cache(
-                (before.running + stats.running) / 2,
-                (before.context_tokens + stats.context_tokens) / 2,
-                room=stats.cache_tokens,
-            )
+            context = (before.context_tokens + stats.context_tokens) / 2
             self._cache_tokens = stats.cache_tokens
             self._looks.append(DecodeReading(running=running, tokens=tokens, seconds=since - began, context=context))
-
-
-def in_cache(running: float, context: float, *, room: int) -> tuple[float, float]:
-    """Return how many of the sequences fit into a cache of ``room`` tokens, and their tokens. The others wait in the
-    server.
-
-    context: tokens of all of them;  room: 0 if it is unknown
-    """
-    return (running * room / context, room) if 0 < room < context else (running, context)
 
 
 def joined(looks: Iterable[DecodeReading]) -> Iterator[DecodeReading]:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from asyncrl.actors.learner.group_filters import ask
 from asyncrl.adapters import registry
 from asyncrl.config import RunConfig
+from asyncrl.engines.port import Pauses
 from asyncrl.environments.load import traits
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.checks.run_file import check
@@ -23,10 +24,20 @@ from asyncrl.launch.launchers.adapter import launcher_class
 from asyncrl.launch.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.os_process import signal_on_parent_death
-from asyncrl.planning.allocation import BOUNDS, Predicted, Split, Units, context_of, likely, predict, recommended
+from asyncrl.planning.allocation import (
+    BOUNDS,
+    ENOUGH,
+    Predicted,
+    Split,
+    Units,
+    context_of,
+    likely,
+    predict,
+    recommended,
+)
 from asyncrl.planning.engine_probe import DRAIN, EngineMeasured, measure_engine
 from asyncrl.planning.learner_probe import LearnerMeasured, measure_learner
-from asyncrl.planning.simulation import Plan, Timing, fit_decode, fit_training
+from asyncrl.planning.simulation import DecodeReading, Plan, Timing, fit_decode, fit_training
 from asyncrl.planning.together import Together, slowdowns
 
 LOAD_SECONDS: Final = 0.1
@@ -50,7 +61,7 @@ class Allocation:
     kept   share of the sampled groups that algorithm.filters keep
     found  every simulated split and bound;  best: the best of them;  now: the run file's own, if it uses as many GPUs
     other_way  the value of rollout.beside_learner that the run file does not have: sample or pause
-    other      ``best`` with it; None if that has no engine on the learner's GPUs
+    other      the best of those with engines on the learner's GPUs, with it; None without one, or if they cannot pause
     """
 
     units: Units
@@ -65,6 +76,13 @@ class Allocation:
     now: Predicted | None
     other_way: str
     other: Predicted | None
+
+    @property
+    def recommended(self) -> tuple[Predicted, bool]:
+        """Return ``best``, or ``other`` if it is clearly faster, and whether it is ``other``."""
+        if self.other is None or self.best.rate >= ENOUGH * self.other.rate:
+            return self.best, False
+        return self.other, True
 
 
 def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], None]) -> Allocation:
@@ -102,12 +120,13 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
         tells(f"{len(engine.groups)} groups sampled; starting the learner, then training for {seconds:.0f} s ...")
         learner = in_process(measure_learner, alone, engine.groups, seconds=seconds)
         lengths, asked = [lengths_of(group) for group in engine.groups], plan_of(run, engine)
-        context = context_of(lengths, prompt_tokens=asked.prompt_tokens)
-        measured, apart = timing_of(run, engine, learner, context=context), ""
+        # In the cache the samples of a group share their prompt.
+        room = context_of(lengths, prompt_tokens=asked.prompt_tokens / run.rollout.group_size)
+        measured, apart = timing_of(run, engine, learner, room=room), ""
         if shares:
             tells(f"starting both on the same GPUs, then measuring them for {seconds:.0f} s ...")
             try:
-                measured = measure_together(alone, engine.groups, measured, context=context, seconds=seconds)
+                measured = measure_together(alone, engine.groups, measured, room=room, seconds=seconds)
             except Exception as error:  # errors for a lack of memory depend on the backend
                 apart, splits = str(error).partition("\n")[0], [split for split in splits if not split.beside]
                 if not splits:
@@ -118,57 +137,64 @@ def plan(run: RunConfig, *, gpus: int, seconds: float, tells: Callable[[str], No
     tells(f"simulating {', '.join(map(units.shown, tried))} ...")
     found = predict(asked, timing, lengths, splits=tried, bounds=[run.max_staleness])
     if run.run.mode == "async":
-        fast = sorted(found, key=lambda one: -one.reached.tokens_per_second)[:MOST_BOUNDED]
+        fast = sorted(found, key=lambda one: -one.rate)[:MOST_BOUNDED]
         others = [bound for bound in BOUNDS if bound != run.max_staleness]
         found += predict(asked, timing, lengths, splits=[one.split for one in fast], bounds=others)
     own = [one for one in found if one.split == now and one.max_staleness == run.max_staleness]
     if not own and now in splits:
         own = predict(asked, timing, lengths, splits=[now], bounds=[run.max_staleness])
         found += own
-    best = recommended(found)
     other, other_way = None, "sample" if run.rollout.beside_learner == "pause" else "pause"
-    if best.split.beside:
-        timing = during_steps(measured, other_way)
-        (other,) = predict(asked, timing, lengths, splits=[best.split], bounds=[best.max_staleness])
+    sharing = [one for one in found if one.split.beside]
+    if sharing and issubclass(registry.engine_class(run), Pauses):
+        its, timing = recommended(sharing), during_steps(measured, other_way)
+        (other,) = predict(asked, timing, lengths, splits=[its.split], bounds=[its.max_staleness])
     return Allocation(
         units=units,
         timing=measured,
         engine=engine,
         learner=learner,
-        context=context,
+        context=context_of(lengths, prompt_tokens=asked.prompt_tokens),
         apart=apart,
         kept=asked.kept,
         found=tuple(found),
-        best=best,
+        best=recommended(found),
         now=own[0] if own else None,
         other_way=other_way,
         other=other,
     )
 
 
-def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured, *, context: float) -> Timing:
-    """context: tokens of a running sequence on average"""
-    step, sequence, context = fit_decode(engine.readings)
+def timing_of(run: RunConfig, engine: EngineMeasured, learner: LearnerMeasured, *, room: float) -> Timing:
+    """room: tokens of the cache for a running sequence, on average"""
+    capacity = capacity_of(run, engine, room=room)
+    step, sequence, context = fit_decode(in_cache(reading, capacity) for reading in engine.readings)
     rate, constant = fit_training(learner.readings)
     return Timing(
         seconds_per_token=step,
         seconds_per_sequence=sequence,
         seconds_per_context=context,
-        capacity=capacity_of(run, engine, context=context),
+        capacity=capacity,
         load_seconds=LOAD_SECONDS,
         train_tokens_per_second=rate,
         train_seconds=constant,
     )
 
 
-def capacity_of(run: RunConfig, engine: EngineMeasured, *, context: float) -> int:
+def capacity_of(run: RunConfig, engine: EngineMeasured, *, room: float) -> int:
     """Return how many sequences run at once: rollout.max_running, or as many as the engine's cache has room for."""
     most = run.rollout.max_running
-    return min(most, max(1, int(engine.cache_tokens / context))) if engine.cache_tokens else most
+    return min(most, max(1, int(engine.cache_tokens / room))) if engine.cache_tokens else most
+
+
+def in_cache(reading: DecodeReading, capacity: int) -> DecodeReading:
+    """Return the reading without the sequences over ``capacity``, which wait in the server."""
+    share = min(1.0, capacity / reading.running)
+    return dataclasses.replace(reading, running=share * reading.running, context=share * reading.context)
 
 
 def measure_together(
-    run: RunConfig, groups: Sequence[TrajectoryGroup], alone: Timing, *, context: float, seconds: float
+    run: RunConfig, groups: Sequence[TrajectoryGroup], alone: Timing, *, room: float, seconds: float
 ) -> Timing:
     """Measure engine and learner at once on the same GPUs; return ``alone`` with how much they slow each other down,
     and the smaller cache.
@@ -182,8 +208,9 @@ def measure_together(
         both: list[Future[Any]] = [engine, learner]
         wait(both, return_when=FIRST_EXCEPTION)
         together.give_up()
-    decode, train = slowdowns(alone, engine.result().readings, learner.result().readings)
-    capacity = capacity_of(run, engine.result(), context=context)
+    capacity = capacity_of(run, engine.result(), room=room)
+    readings = [in_cache(reading, capacity) for reading in engine.result().readings]
+    decode, train = slowdowns(alone, readings, learner.result().readings)
     return dataclasses.replace(alone, decode_beside=decode, train_beside=train, capacity_beside=capacity)
 
 

@@ -106,6 +106,7 @@ def test_a_plan_of_one_gpu_says_what_pausing_the_engine_for_the_steps_would_give
 ) -> None:
     monkeypatch.setattr(plan, "_may_share", lambda _run, _units: True)
     monkeypatch.setattr(plan, "num_gpus", lambda: 1)
+    monkeypatch.setattr(plan, "Pauses", object)  # as if the engine in the process could
     assert main.main(words(demo, tmp_path, "--gpus", "1", "--seconds", "1", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["other_way"]["beside_learner"] == "pause"

@@ -121,7 +121,7 @@ class ProcessSpecs:
         environments = registry.backend_class(run).environments(run, port=_free_port())
         names = [f"{name}-{rank}" if rank else name for rank in range(len(environments))]
         is_one, needed = len(names) == 1, gpus_of_learner(run)
-        shares = bool(self._beside) and gpus == self._learner_gpus
+        shares = gpus == self._learner_gpus and colocated.limits_learner(run, self._beside)
         flags = [
             *(["--beside-engines"] if shares else []),
             *(word for item in overrides for word in ("--set", item)),

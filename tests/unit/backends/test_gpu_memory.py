@@ -584,14 +584,17 @@ def test_choices_of_sparse_attention_that_later_layers_use_are_kept(
 def test_a_trajectory_that_is_longer_than_a_row_is_counted_as_a_row_of_its_length(
     recomputes_all: bool, needs_logits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step(*overrides: str) -> int:
+    def step(*overrides: str, context: int = 40_960) -> int:
         run = run_of("4B", tmp_path, monkeypatch, "learner.lora.rank=32", *overrides)
+        entries = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": context}
+        (tmp_path / "config.json").write_text(json.dumps(entries))
         return phases_of(run, recomputes_all=recomputes_all, needs_logits=needs_logits)["step"].device
 
     rows, answers = "learner.micro_batch_tokens=", "rollout.max_new_tokens="
     long = step(f"{rows}4096", f"{answers}32768", "data.max_prompt_tokens=1024")
     assert long == step(f"{rows}{32_768 + 1024}")
     assert step(f"{rows}4096", f"{answers}32768", "rollout.max_context_tokens=8192") == step(f"{rows}8192")
+    assert step(f"{rows}4096", f"{answers}32768", context=8192) == step(f"{rows}8192")
     assert step(f"{rows}4096", f"{answers}2048") == step(f"{rows}4096") < long
 
 

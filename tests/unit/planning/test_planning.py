@@ -16,8 +16,7 @@ from asyncrl.config.run import Mode
 from asyncrl.messages import VersionSpan
 from asyncrl.planning import command
 from asyncrl.planning.allocation import Predicted, Split, Units, drawn, likely, predict, recommended
-from asyncrl.planning.engine_probe import in_cache
-from asyncrl.planning.plan import during_steps
+from asyncrl.planning.plan import Allocation, during_steps, timing_of
 from asyncrl.planning.simulation import (
     DecodeReading,
     Decoding,
@@ -67,7 +66,7 @@ def test_a_plan_says_what_speaks_against_its_bound_and_what_it_leaves_out(
         timing=SimpleNamespace(capacity=run.rollout.max_running, capacity_beside=room),
         learner=SimpleNamespace(larger=None),
         apart="",
-        best=SimpleNamespace(max_staleness=8),
+        recommended=(SimpleNamespace(max_staleness=8), False),
     )
     notes = list(command.notes(run, found))
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
@@ -158,9 +157,16 @@ def test_an_engine_that_pauses_for_the_steps_leaves_the_learner_its_speed() -> N
         assert found.reached.tokens_per_second == pytest.approx(rate, rel=0.02)
 
 
-def test_sequences_that_find_no_room_in_the_cache_do_not_run() -> None:
-    assert in_cache(256, 170_000, room=113_000) == (pytest.approx(170, abs=1), 113_000)
-    assert in_cache(256, 100_000, room=113_000) == in_cache(256, 100_000, room=0) == (256, 100_000)
+@pytest.mark.parametrize(("cache_tokens", "capacity"), [(0, 256), (10**9, 256), (113_000, 161)])
+def test_sequences_that_find_no_room_in_the_cache_do_not_run(cache_tokens: int, capacity: int) -> None:
+    """A decode step of 10 ms, whatever runs: what an engine says to run, and waits in it, takes no part."""
+    run: Any = SimpleNamespace(rollout=SimpleNamespace(max_running=256))
+    readings = (DecodeReading(running=256, context=256 * 700, tokens=capacity * 100, seconds=1.0),)
+    engine: Any = SimpleNamespace(cache_tokens=cache_tokens, readings=readings)
+    learner: Any = SimpleNamespace(readings=(TrainReading(tokens=1000, seconds=1.0),))
+    found = timing_of(run, engine, learner, room=700.0)
+    assert found.capacity == capacity
+    assert found.decode_step(capacity, capacity * 700) == pytest.approx(0.01)
 
 
 def test_an_engine_beside_the_learner_runs_no_more_sequences_than_its_cache_holds() -> None:
@@ -182,8 +188,21 @@ def test_a_plan_recommends_the_other_way_beside_the_learner_where_it_is_clearly_
         reached = Reached(tokens_per_second=tokens_per_second, learner_busy=1.0, engines_busy=1.0)
         return Predicted(split=Split(1, 0, beside=1), max_staleness=4, reached=reached)
 
-    found: Any = SimpleNamespace(
-        units=ONE, learner=SimpleNamespace(larger=None), best=of(100), other_way="pause", other=of(rate)
+    unknown: Any = None
+    learner: Any = SimpleNamespace(larger=None)
+    found = Allocation(
+        units=ONE,
+        timing=unknown,
+        engine=unknown,
+        learner=learner,
+        context=0.0,
+        apart="",
+        kept=1.0,
+        found=(of(100),),
+        best=of(100),
+        now=None,
+        other_way="pause",
+        other=of(rate),
     )
     assert (("rollout", "beside_learner", "pause") in command.settings(run, found)) == is_said
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +83,7 @@ def test_an_engine_on_the_learners_gpu_takes_what_the_learner_leaves(
     (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
     run = config.load(tmp_path / "run.toml", ["learner.device=auto", "engine.device=auto", *overrides])
     monkeypatch.setattr(gpus, "num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(colocated, "limits_learner", lambda _, workers: bool(workers))
     made = ProcessSpecs(run, launcher=Launcher(), common=(), environment={}).initial(size=None, resume=False)
     words = [child.spec.arguments for child in made if child.name.startswith("w")]
     assert [one[one.index("--beside-learner") + 1] if "--beside-learner" in one else "" for one in words] == beside
@@ -286,12 +286,34 @@ def test_an_engine_of_ones_own_is_told_what_the_learner_leaves(tmp_path: Path, m
     assert engine.taken == (80 * 2**30 - learner) // 2
 
 
-@pytest.mark.parametrize(("least", "kept"), [(2**34, 20 * 2**30 + colocated.KEPT_BYTES), (0, 0)])
-def test_a_learner_beside_engines_keeps_little_more_than_its_estimate(
-    monkeypatch: pytest.MonkeyPatch, least: int, kept: int
+@pytest.mark.parametrize(
+    ("overrides", "workers", "is_limited"),
+    [
+        ((), ("w0",), True),
+        ((), (), False),
+        (("engine.options.server_arguments.mem-fraction-static=0.3",), ("w0",), False),  # the user's own share
+        ((), ("long-0",), False),  # the pool's
+        ((), ("w0", "long-0"), True),
+        (("run.mode=sync", "run.colocated=true", "run.offload=engines"), ("w0",), False),  # gone during the steps
+        (("run.mode=sync", "run.colocated=true", "run.offload=learner"), ("w0",), True),
+    ],
+)
+def test_a_learner_is_limited_where_engines_take_what_it_is_estimated_to_leave(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    workers: tuple[str, ...],
+    is_limited: bool,
 ) -> None:
-    """Unless the user has set the engines' share: then they reserve nothing by an estimate."""
+    monkeypatch.setattr("asyncrl.engines.sglang.engine.SGLangEngine.num_gpus", lambda _: 1)
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(folder=tmp_path))
+    pool = "rollout.pools.long={options={server_arguments={mem-fraction-static=0.3}}}"
+    run = config.load(tmp_path / "run.toml", ["engine.kind=sglang", pool, *overrides])
+    assert colocated.limits_learner(run, workers) == is_limited
 
+
+def test_a_limited_learner_keeps_little_more_than_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     class Backend:
         kept = 0
 
@@ -300,10 +322,9 @@ def test_a_learner_beside_engines_keeps_little_more_than_its_estimate(
 
     backend: Any = Backend()
     run: Any = None
-    monkeypatch.setattr(colocated.registry, "engine_class", lambda _: SimpleNamespace(gpu_bytes=lambda _: least))
     monkeypatch.setattr(colocated, "_learner_bytes", lambda _: 20 * 2**30)
     colocated.limit_learner(run, backend)
-    assert backend.kept == kept
+    assert backend.kept == 20 * 2**30 + colocated.KEPT_BYTES
 
 
 def test_servers_and_pools_of_workers_are_processes_of_their_own_kind(
