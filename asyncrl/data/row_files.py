@@ -200,7 +200,7 @@ def _drop_nulls(value: Any) -> Any:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.removeprefix(BOM_UTF8))
+        value = json.loads(line.rstrip(b"\r\n").removeprefix(BOM_UTF8))  # behind a newline json counts columns anew
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:

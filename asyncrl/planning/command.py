@@ -133,7 +133,11 @@ def settings(run_config: RunConfig, found: Allocation) -> list[tuple[str, str, i
 
 def notes(run_config: RunConfig, found: Allocation) -> Iterator[str]:
     """Yield what the numbers leave out, and how they may be wrong."""
+    from asyncrl.planning.allocation import ENOUGH  # imports numpy
+
     engine = found.engine
+    if found.recommended[0].rate < max(one.rate for one in found.found):
+        yield f"of all that reach {ENOUGH:.0%} of the fastest, the lowest max_staleness is best: its tokens are younger"
     if run_config.algorithm.filters:
         yield f"algorithm.filters keep {found.kept:.0%} of the groups"
     for key, is_set in (

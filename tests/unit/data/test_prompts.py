@@ -177,7 +177,7 @@ def test_parquet_rows_are_like_jsonl_rows(open_rows: Open) -> None:
         (
             b'{"prompt": "a"}\n{"prompt": "b"\n',
             {},
-            r"data.jsonl:2: malformed JSON: .* at column \d+: {\"prompt\": \"b\"",
+            r"data.jsonl:2: malformed JSON: .* at column 15: {\"prompt\": \"b\"",
         ),
         (b'{"prompt": "a"}\n["b"]\n', {}, r'data.jsonl:2: every line must be a JSON object, this one is \["b"\]'),
         (b'[\n{"prompt": "a"}\n]\n', {}, "data.jsonl:1: begins a JSON array, .* one JSON object a line: `jq -c"),

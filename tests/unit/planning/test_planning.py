@@ -66,7 +66,8 @@ def test_a_plan_says_what_speaks_against_its_bound_and_what_it_leaves_out(
         timing=SimpleNamespace(capacity=run.rollout.max_running, capacity_beside=room),
         learner=SimpleNamespace(larger=None),
         apart="",
-        recommended=(SimpleNamespace(max_staleness=8), False),
+        recommended=(SimpleNamespace(max_staleness=8, rate=1.0), False),
+        found=[SimpleNamespace(rate=1.0)],
     )
     notes = list(command.notes(run, found))
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
