@@ -172,10 +172,9 @@ def _smaller(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     for state, passes in itertools.product(_STATES, ({}, rows, full, rows | full)):
         settings = {key: value for key, value in {**state, **passes}.items() if own.get(key) != value}
         if smaller := _with(run, settings):
-            whole = smaller.learner.freeze == run.learner.freeze
-            whole &= smaller.learner.train_only == run.learner.train_only
             words = " and ".join(f"learner.{key} = {toml_text(value)}" for key, value in settings.items())
-            yield words + (" without freeze and train_only" if not whole else ""), smaller
+            drops = "lora.rank" in settings and (run.learner.freeze or run.learner.train_only)
+            yield words + (" without freeze and train_only" if drops else ""), smaller
 
 
 def _with(run: RunConfig, settings: Mapping[str, Any]) -> RunConfig | None:

@@ -394,13 +394,16 @@ class Learner(Actor):
             await self._reporting
 
     async def _finish(self) -> None:
-        """Write the last weights and a checkpoint to disk, then report that the run is over."""
+        """Write a checkpoint and the last weights to disk, then report that the run is over.
+
+        The checkpoint comes first: the weights may wait for their disk until this process is killed.
+        """
         if self.step % self._run.weights.every_steps:
             await self._publish_weights()
-        await self._trainer.weights_published()
         await self._wait_for_report()
         await self._trainer.take_gpus()
         await self._checkpointer.write(trims=not self._skipped.in_a_row)
+        await self._trainer.weights_published()
         await self._trainer.leave_gpus()
         if self.draining.is_set() and not self.done:
             return

@@ -122,6 +122,33 @@ async def test_weights_wait_for_their_disk_while_the_learner_trains_and_the_newe
     assert written == sorted(set(written)) and written[-1] == 8
 
 
+async def test_a_drain_writes_its_checkpoint_before_it_waits_for_the_disk_of_the_weights(
+    bus_factory: Any, tmp_path: Path
+) -> None:
+    """A launcher kills what drains for too long, which would lose every step since the last checkpoint."""
+    full = Full()
+
+    class Refusing(Channel):
+        def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+            if policy_version >= 2:
+                full.check()
+            return super().publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+
+    loop = Loop(await bus_factory(), tmp_path, steps=8, max_staleness=2, channel=Refusing())
+    sampling = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+    learning = asyncio.create_task(loop.run_learner())
+    await until(lambda: full.refused >= 3 and loop.backend.steps >= 3)  # as far as the window allows
+    loop.learner.drain()
+    await until(lambda: bool(checkpoint.list_complete(tmp_path / "checkpoints")))
+    assert not learning.done() and room(loop) == ["room for weights (No space left on device)"]
+    full.is_full = False
+    await learning
+    sampling.cancel()
+    await asyncio.wait((sampling,))
+    (folder,) = checkpoint.list_complete(tmp_path / "checkpoints")
+    assert folder.name == f"step-{loop.backend.steps:08d}"
+
+
 async def test_a_line_of_the_history_is_on_disk_before_anybody_hears_what_it_says(
     bus_factory: Any, tmp_path: Path
 ) -> None:
