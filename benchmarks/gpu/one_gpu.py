@@ -126,6 +126,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     arms = ("async", "sync", "async", "sync")
     parser = run_parser("benchmarks.gpu.one_gpu", __doc__, arms=arms, seconds=45.0)
     parser.add_argument("--windows", type=int, default=1, help="windows of each arm (default 1)")
+    parser.add_argument("--warmup", type=int, default=0, help="steps before the first (default: 1; async: bound + 1)")
     parser.add_argument("--plan", type=float, default=0.0, metavar="SECONDS", help="measure this long for a plan first")
     options = parse(parser, given, arm=_ARM)
     if any("_mps" in name for name in options.arms) and not mps.is_there():
@@ -171,7 +172,7 @@ def run_arm(arm: str, number: int, options: argparse.Namespace, scratch: Path) -
     folder = scratch / "runs" / name
     began = time.monotonic()
     output = (options.out or scratch) / f"{name}.out"
-    warmup = (options.max_staleness if arm.startswith("async") else 0) + 1
+    warmup = options.warmup or (options.max_staleness if arm.startswith("async") else 0) + 1
     problem = ""
     rows: list[Row] = []
     with contextlib.ExitStack() as stack:
