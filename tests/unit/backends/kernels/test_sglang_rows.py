@@ -122,7 +122,7 @@ def test_a_model_attends_so_and_has_ordinary_gradients(rows: Any, tmp_path: Path
         (made.get_output_embeddings()(hidden).log_softmax(-1)[..., 7].mean()).backward()
         found.append({name: parameter.grad.clone() for name, parameter in made.named_parameters()})
     for name, ordinary in found[0].items():
-        torch.testing.assert_close(found[1][name], ordinary, atol=0.01, rtol=0.1, msg=name)
+        assert (found[1][name] - ordinary).norm() < 0.1 * ordinary.norm(), name  # bf16: 0.007 to 0.03
 
 
 def test_products_that_two_ranks_share_are_rounded_before_they_are_added(rows: Any) -> None:

@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_those_of_the_paper(mixture: Path, recompute: str
     routers = 0
     for name, gradient in expected.gradients.items():
         scale = float(gradient.abs().max())
-        assert float((found[name] - gradient).abs().max()) < 2e-5 * scale + 1e-8, name
+        assert float((found[name] - gradient).abs().max()) < 1e-4 * scale + 1e-8, name
         routers += scale > 0 and ("mlp.gate.weight" in name or "mlp.router.weight" in name)
     assert routers
 
